@@ -56,12 +56,16 @@ def sequence_log_probs(
 ) -> Any:
     """The log-probability that a causal language model gives to each token of whole rows which a group of ranks shares.
 
-    model: of transformers, with attn_implementation="sdpa", or any that has get_output_embeddings() and is called as
-    model(input_ids=, position_ids=, use_cache=False); bare, or under DDP, FSDP2 or PEFT. input_ids int64 (B, S), whole
-    and the same on every rank. mesh: a DeviceMesh of one dimension, or a group, whose ranks share each row; None is one
-    rank. attention_mask (B, S): 0 for padding, on either side, 1 for tokens; or the numbers 1, 2, ... of packed
-    documents. completion_mask (B, S): 1 for the tokens that are asked for; without one, all. position_ids (B or 1, S):
-    0, ..., S - 1 unless given, as the model itself would count them. layout, scheme: as in `context_parallel`.
+    - model: of transformers, with attn_implementation="sdpa", or any that has get_output_embeddings() and is called as
+      model(input_ids=, position_ids=, use_cache=False); bare, or under DDP, FSDP2 or PEFT.
+    - input_ids int64 (B, S): whole and the same on every rank.
+    - mesh: a DeviceMesh of one dimension, or a group, whose ranks share each row; None is one rank.
+    - attention_mask (B, S): 0 for padding, on either side, 1 for tokens; or the numbers 1, 2, ... of packed documents.
+    - completion_mask (B, S): 1 for the tokens that are asked for; without one, all.
+    - position_ids (B or 1, S): 0, ..., S - 1 unless given, as the model itself would count them.
+    - layout, scheme: as in `context_parallel`.
+    - check: before the first call with a model, its forward and backward are compared on up to 512 tokens of the
+      longest row, whole and sharded, as `ringtile.check` does.
 
     Returns log_probs (B, S - 1) in float32 (float64 for a float64 model), the same bits on every rank: log_probs[b, t]
     is log softmax(logits / temperature) of token t + 1, given the tokens up to t. It is 0, and has no gradient, where
@@ -72,9 +76,6 @@ def sequence_log_probs(
     *mean* of the ranks' gradients is then the gradient of one process. DDP and FSDP2 take that mean, over data-parallel
     ranks too; without an engine, average the gradients over the group. Never more than a tile of logits exists. The
     same weights give the same bits with and without gradients, so exp(new - old) is exactly 1 before the first step.
-
-    check: before the first call with a model, its forward and backward are compared on up to 512 tokens of the longest
-    row, whole and sharded, as `ringtile.check` does.
 
     Raises InputError; RingMismatchError where ranks have different rows, masks or options; MaskNotExpressibleError for
     padding inside a document; RefusedError for a model that does not compute on shards what one process does, for an

@@ -335,9 +335,11 @@ def test_figures_of_memory_are_the_planners() -> None:
     assert planned.parts_of(planned.EIGHT["context_parallel_size: 8"], 8, [2**17]) == {"131072": figures["131072"]}
 
 
-def test_keys_of_the_page_of_train_are_those_of_the_configuration() -> None:
-    """Every key of Config with its default, in the order of the table."""
-    rows = dict(re.findall(r"^\| `([a-z_]+)` \| `?([^`|]*)`? \|", read("docs/guide/train.md"), re.MULTILINE))
+def test_table_of_keys_is_the_configuration() -> None:
+    """Every key of Config with its default."""
+    page = read("docs/reference/config.md")
+    rows = dict(re.findall(r"^\| `([a-z_]+)` \| \w+ \| `?([^`|]*)`? \|", page, re.MULTILINE))
+    assert rows.keys() == Config.model_fields.keys()
     for name, field in Config.model_fields.items():
         default = "none" if field.default is None else yaml.safe_dump(field.default).split()[0]
         assert float(rows[name]) == field.default if name == "timeout_seconds" else rows[name] == default, name

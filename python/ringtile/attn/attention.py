@@ -45,16 +45,20 @@ def ring_attention(
 ) -> Any:
     """softmax(scale q k^T, masked) v over the whole sequence, where this rank holds the tokens its layout gives it.
 
-    q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv): the local tokens; one dtype of float64, float32, bfloat16, float16;
-    unit stride in the last dim, any other strides; H a multiple of G. sequence: the same on every rank; or mask, layout
-    and group, from which one is made. scale: 1 / sqrt(D) if None. softcap c > 0 turns scores x into c tanh(x / c).
-    sinks (H), of any float dtype: attention sinks, one more key of each query head, whose score is the sink whatever
-    the query, and whose value is 0; they are the same on every rank, which is not compared, and their gradient is that
-    by this rank's queries, as a parameter's. dropout: of the weights, after the softmax; it does not depend on ranks or
-    layout. Every rank of the group makes the same calls in the same order, forward and backward; one group serves one
-    thread. Differentiable once. attention_kernel: "auto" is ringtile's kernels on a CPU, and on a GPU whichever
-    measure faster (so that bits may differ from run to run); "ringtile" is ringtile's; "aten" has aten's compute it,
-    and refuses what they cannot.
+    - q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv): the local tokens; one dtype of float64, float32, bfloat16,
+      float16; unit stride in the last dim, any other strides; H a multiple of G.
+    - sequence: the same on every rank; or mask, layout and group, from which one is made.
+    - scale: 1 / sqrt(D) if None.
+    - softcap: c > 0 turns scores x into c tanh(x / c).
+    - sinks (H), of any float dtype: one more key of each query head, whose score is the sink whatever the query, and
+      whose value is 0. They are the same on every rank, which is not compared; their gradient is that by this rank's
+      queries, as a parameter's.
+    - dropout: of the weights, after the softmax; it does not depend on ranks or layout.
+    - attention_kernel: "auto" is ringtile's kernels on a CPU, and on a GPU whichever measure faster (so that bits may
+      differ from run to run); "ringtile" is ringtile's; "aten" has aten's compute it, and refuses what they cannot.
+
+    Every rank of the group makes the same calls in the same order, forward and backward; one group serves one thread.
+    Differentiable once.
 
     Returns out (B, N, H, Dv) of q's dtype. With return_lse, returns (out, lse): the log-sum-exp of the scores,
     (B, H, N) in float32 (float64 for float64), differentiable too; it counts the sink. A query that attends no key has
@@ -98,7 +102,7 @@ def attention(
 ) -> Any:
     """`ring_attention` of one rank that holds the whole sequence: the same op, shapes and errors, with N = S.
 
-    is_causal, instead of a mask: whether it is causal or full. There is no default, which one of two would not expect.
+    is_causal, instead of a mask: whether it is causal or full. One of the two is required.
     """
     if mask is None and is_causal is not None:
         arguments.check_tensor("q", q)

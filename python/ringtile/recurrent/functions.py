@@ -77,10 +77,13 @@ def causal_conv1d(
 ) -> Tensor:
     """Convolve each channel with the W - 1 tokens before, of the same document or path of a tree: depthwise, causal.
 
-    x (B, N, C): the local tokens; weight (C, W), weight[:, W - 1] for the token itself; W of 2..8; bias (C);
-    activation: "" or "silu". sequence, or mask, layout and group, as in `ring_attention`, on every rank alike: causal
-    documents, or trees, each of whose paths from a root is one, and runs of neighboring tokens; inside
-    `context_parallel` its own, if none is given. Returns y (B, N, C) of x's dtype, computed in float32 (float64 for
+    - x (B, N, C): the local tokens. weight (C, W), weight[:, W - 1] for the token itself; W of 2..8. bias (C).
+    - activation: "" or "silu".
+    - sequence, or mask, layout and group: as in `ring_attention`, on every rank alike: causal documents, or trees, each
+      of whose paths from a root is one, and runs of neighboring tokens; inside `context_parallel` its own, if none is
+      given.
+
+    Returns y (B, N, C) of x's dtype, computed in float32 (float64 for
     float64). Padding, the tokens that do not attend themselves, has output and gradient 0. Differentiable once.
 
     Raises InputError, RefusedError (another mask or layout), RingMismatchError, PeerLostError.
@@ -132,13 +135,16 @@ def gated_delta_rule(
     """Compute the gated delta rule (arXiv:2412.06464), or Kimi delta attention where g has a decay for each channel.
 
     For each document: S_t = diag(exp g_t) S_{t-1}; S_t += k_t beta_t (v_t - k_t^T S_t)^T; out_t = scale q_t^T S_t, with
-    S = 0 before it. q, k (B, N, G, K), v (B, N, H, V), H a multiple of G; g (B, N, H) or (B, N, H, K), the log of the
-    decay; beta (B, N, H); scale: 1 / sqrt(K) if None. q and k are taken as they are: normalize them before. scheme:
-    "states", "heads" (which takes any layout), "auto" for the one that is faster at
-    its first call of a kind, or None for the one that goes with the
-    sequence's own scheme (docs/design/recurrent_ranks.md); results are the same up to rounding. sequence, mask, layout,
-    group, padding, errors: as in `causal_conv1d`. Returns out (B, N, H, V) of v's dtype; states and sums
-    are in float32 (float64 for float64). Differentiable once.
+    S = 0 before it.
+
+    - q, k (B, N, G, K), v (B, N, H, V), H a multiple of G. q and k are taken as they are: normalize them before.
+    - g (B, N, H) or (B, N, H, K): the log of the decay. beta (B, N, H). scale: 1 / sqrt(K) if None.
+    - scheme: "states", "heads" (which takes any layout), "auto" for the one that is faster at its first call of a kind,
+      or None for the one that goes with the sequence's own scheme (docs/design/recurrent_ranks.md); results are the
+      same up to rounding.
+    - sequence, mask, layout, group: as in `causal_conv1d`, and so are padding and errors.
+
+    Returns out (B, N, H, V) of v's dtype; states and sums are in float32 (float64 for float64). Differentiable once.
     """
     tensors = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
     options = {"scale": scale}

@@ -68,25 +68,26 @@ def tiled_linear_cross_entropy(
 ) -> Tensor:
     """cross_entropy(hidden weight^T + bias, labels), holding the logits of one tile of tokens at a time.
 
-    hidden (..., E), weight (V, E), bias (V); labels int64 (...), already aligned: labels[t] is the class of
-    hidden[t], nothing is shifted here. With x = logit_scale * (hidden weight^T + bias),
+    - hidden (..., E), weight (V, E), bias (V).
+    - labels int64 (...), already aligned: labels[t] is the class of hidden[t], nothing is shifted here. Tokens labeled
+      ignore_index have loss 0 and gradient 0, and their logits are not computed.
+    - reduction: "none" returns one loss per token, shaped like labels; "sum" their sum; "mean" the sum divided by
+      num_items, or by the number of tokens that are not ignored.
+    - num_items: the number of labels over all ranks and accumulated batches. With it, a shard without labels returns
+      exactly 0, with a graph; without it the mean of nothing is nan, as in torch.
+    - tile_tokens: None chooses the largest tile whose logits fit the LOGITS_BYTES of the device.
+    - group: vocabulary parallel; weight (v, E) and bias (v) hold this rank's shard of the classes, in rank order, of
+      any size. Everything else must be the same on all ranks of the group; so are the loss and the gradient of hidden,
+      which is summed over the ranks. A DTensor weight with placement Shard(0) supplies its own group. The softmax is
+      over all classes; see vocab_parallel.py.
+
+    With x = logit_scale * (hidden weight^T + bias),
     x' = softcap * tanh(x / softcap) (softcap 0: x' = x) and lse = log sum exp x', the loss of a token is
 
         (1 - label_smoothing) * (lse - x'[label]) + label_smoothing * (lse - mean x') + z_loss * lse ** 2
 
-    Tokens labeled ignore_index have loss 0 and gradient 0, and their logits are not computed. reduction: "none"
-    returns one loss per token, shaped like labels; "sum" their sum; "mean" the sum divided by num_items, or by the
-    number of tokens that are not ignored. Pass num_items, the number of labels over all ranks and accumulated batches,
-    and a shard without labels returns exactly 0, with a graph; without num_items the mean of nothing is nan, as in
-    torch.
-
-    The result is float32 (float64 for float64 hidden), also for bfloat16. tile_tokens: None chooses the largest tile
-    whose logits fit the LOGITS_BYTES of the device. Differentiable once, with respect to hidden, weight and bias.
-
-    group: vocabulary parallel; weight (v, E) and bias (v) hold this rank's shard of the classes, in rank order, of any
-    size. Everything else must be the same on all ranks of the group; so are the loss and the gradient of hidden, which
-    is summed over the ranks. A DTensor weight with placement Shard(0) supplies its own group. The softmax is over all
-    classes; see vocab_parallel.py.
+    The result is float32 (float64 for float64 hidden), also for bfloat16. Differentiable once, with respect to hidden,
+    weight and bias.
 
     InputError: shapes, dtypes or options that do not fit together, a label outside [0, V), num_items not above 0.
     RingMismatchError: the ranks of the group were given different hidden sizes, labels or options.

@@ -41,21 +41,20 @@ def context_parallel(
 
     Replaces `torch.distributed.tensor.experimental.context_parallel` and takes its arguments:
 
-    mesh: a DeviceMesh of one dimension, or a group. buffers: tensors of the whole sequence, the same on every rank, of
-    any dtype, with S tokens in dim buffer_seq_dims[i]. They are sharded in place, and restored when the block ends,
-    also by an exception, except for those in no_restore_buffers. No buffer requires grad.
-    layout: how to shard the sequence: "zigzag", "contiguous", "striped", or a Layout of S tokens.
-    mask: which keys each query attends, in global positions; it knows nothing of the layout. Without one, is_causal
-    decides in each call of scaled_dot_product_attention. With one, is_causal=True narrows it to its causal part.
-    scheme: how the ranks share the work (docs/guide/schemes.md); a block without buffers is a ring.
-
-    check: a model and a function of no arguments that runs it on the buffers and returns a loss (), whose mean over the
-    ranks is that of one process. Before the first block with this model it is computed on a cut of the buffers, whole
-    and sharded, as `ringtile.check` does.
-
-    model: a transformers model of images or sound and text, as it is called: it gets whole inputs inside, the same on
-    every rank, and is sharded where its language model begins, so that its logits are of local tokens. Buffers are then
-    what else reads tokens, such as labels. One thread at a time.
+    - mesh: a DeviceMesh of one dimension, or a group.
+    - buffers: tensors of the whole sequence, the same on every rank, of any dtype, with S tokens in dim
+      buffer_seq_dims[i]. They are sharded in place, and restored when the block ends, also by an exception, except for
+      those in no_restore_buffers. No buffer requires grad.
+    - layout: how to shard the sequence: "zigzag", "contiguous", "striped", or a Layout of S tokens.
+    - mask: which keys each query attends, in global positions; it knows nothing of the layout. Without one, is_causal
+      decides in each call of scaled_dot_product_attention. With one, is_causal=True narrows it to its causal part.
+    - scheme: how the ranks share the work (docs/guide/schemes.md); a block without buffers is a ring.
+    - check: a model and a function of no arguments that runs it on the buffers and returns a loss (), whose mean over
+      the ranks is that of one process. Before the first block with this model it is computed on a cut of the buffers,
+      whole and sharded, as `ringtile.check` does.
+    - model: a transformers model of images or sound and text, as it is called: it gets whole inputs inside, the same on
+      every rank, and is sharded where its language model begins, so that its logits are of local tokens. Buffers are
+      then what else reads tokens, such as labels. One thread at a time.
 
     Run the model's forward and backward inside. Blocks may be nested (the innermost one counts) and entered by several
     threads, each with a group of its own. A group of one rank leaves attention to PyTorch unless there is a mask.

@@ -175,7 +175,9 @@ class LoopbackGroup:
 class LoopbackWorld:
     """W virtual ranks as threads of this process, for tests and for many ranks on one device.
 
-    outputs = LoopbackWorld(4).run(lambda group: ring_attention(..., group=group))
+    Each of them calls a function with its group:
+
+        outputs = LoopbackWorld(4).run(lambda group: ring_attention(..., group=group))
     """
 
     def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
