@@ -6,6 +6,7 @@ import datetime
 import os
 import pathlib
 import platform
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,4 +125,5 @@ def _link(bug: str, source: str) -> str:
 
 def _plain(words: str) -> str:
     """For a cell of a table."""
+    words = re.sub(r"(\[127\.0\.0\.1\]):\d+", r"\1", words)  # another port each time
     return " ".join(words.replace("|", " ").replace("<", " ").replace(">", " ").split())[:260]
