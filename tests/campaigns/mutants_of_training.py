@@ -118,7 +118,7 @@ MUTANTS = [
         "python/ringtile/recurrent/state_passing.py",
         "torch.zeros_like(received) if dreceived is None else dreceived)",
         "torch.zeros_like(received))",
-        "tests/recurrent/test_recurrent_ranks.py -k gradcheck",
+        "tests/recurrent/test_recurrent_ranks.py -k each_document_alone",
     ),
     Mutant(
         "recurrences of trees: a branch goes on from the branch before",

@@ -245,18 +245,20 @@ def test_project_on_two_ranks_equals_one_process(kind: str, tmp_path: pathlib.Pa
         assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
-def test_grpo_project_learns_its_reward_on_two_ranks(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("generations", [2, pytest.param(10, marks=pytest.mark.long)])
+def test_grpo_project_learns_its_reward_on_two_ranks(generations: int, tmp_path: pathlib.Path) -> None:
     """Completions of random bytes turn into letters, and both ranks see the same ones.
 
     From 32 seeds the first rewards were 0.21 to 0.26, the last ones 0.62 to 0.85.
     """
     pytest.importorskip("trl")
     folder = make("grpo", tmp_path / "project")
+    replace(folder / "training.yaml", "max_steps: 40", f"max_steps: {4 * generations}")  # of 4 steps each
     first, second = run_ranks(2, run_script, folder, key="reward")
     assert first == second
-    assert len(first) == 10  # generations of 4 steps
+    assert len(first) == generations
     assert first[0] < 0.4
-    assert max(first[-2:]) > 0.5
+    assert max(first[-2:]) > 0.5 or generations < 10
 
 
 @pytest.mark.parametrize(

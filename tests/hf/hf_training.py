@@ -1,5 +1,6 @@
 """Short training, evaluation and prediction runs of a real Trainer, in one process or on each rank of a world."""
 
+import functools
 import importlib
 import logging
 import os
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import imports
 from hf_engines import engine as engine_arguments
 from hf_engines import full_weights
 from hf_models import tiny_model, tiny_tokenizer, with_lora
@@ -30,6 +32,10 @@ TOLERANCE = 1e-6
 PROOF = {} if os.environ.get("RINGTILE_TESTS") == "all" else {"first_batch_check": False}
 
 NOT_METRICS = {"loss", "grad_norm", "train_runtime", "train_tokens_per_second"}
+
+
+# Accelerate reads a package's metadata from its file each time it asks whether it is there: a tenth of a training.
+imports._is_package_available = functools.cache(imports._is_package_available)
 
 
 def make_rows(num_rows: int, seed: int = 0, late_targets: bool = False) -> list[dict[str, Any]]:

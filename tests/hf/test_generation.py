@@ -230,7 +230,7 @@ def test_rewards_may_draw() -> None:
 def _resumed(config: dict[str, Any] | None, folder: str, **options: Any) -> Any:
     if dist.is_initialized():
         folder = f"{folder}/{dist.get_world_size()}"
-    settings = {"save_strategy": "steps", "save_steps": 4, "folder": folder, **ALL, "max_steps": 8, **options}
+    settings = {"save_strategy": "steps", "save_steps": 4, "folder": folder, **ALL, "max_steps": 6, **options}
     train_rollouts(config, **settings)
     return train_rollouts(
         config,

@@ -26,7 +26,7 @@ ORDERS = (0b0011, 0b0101, 0b0110, 0b0001, 0b0010, 0b0111, 0b1011)  # none is ano
 
 def _options(trainer: str, weights: str, activations: str, batches: str, rows: str) -> dict:
     """What `hf_training.train` is given, apart from the engine and the number of rows of a batch."""
-    options = {"num_rows": 128, "max_steps": 2, "gradient_accumulation_steps": 1}
+    options = {"num_rows": 64, "max_steps": 2, "gradient_accumulation_steps": 1}
     if trainer == "SFTTrainer":
         options["trainer_class"] = "trl.SFTTrainer"
     if activations == "checkpointing":

@@ -25,9 +25,9 @@ from transformers import Trainer, TrainerCallback
 KILL = Trial(world_size=3, context_parallel_size=3, phase="reduction", stops=False, victim=1, step=1, delay=0.0)
 KILLS = [
     dataclasses.replace(KILL, world_size=4, context_parallel_size=2, phase="forward", victim=3),  # rank 1 of its group
-    dataclasses.replace(KILL, phase="saving", victim=0),
 ]
 LONG = [
+    dataclasses.replace(KILL, phase="saving", victim=0),
     dataclasses.replace(KILL, world_size=4, context_parallel_size=2, phase="forward", victim=3, workers=2),
     dataclasses.replace(KILL, world_size=2, context_parallel_size=2, phase="evaluation", stops=True, timeout=2.0),
     *(dataclasses.replace(KILL, phase=phase, stops=stops) for phase in PHASES for stops in (False, True)),

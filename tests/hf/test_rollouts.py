@@ -46,13 +46,13 @@ def cell(
 
 
 CELLS = [
-    cell("grpo", long=False),
+    cell("grpo"),  # "experts" is the same with a router
     cell("everything", 4, long=False, **ALL),
     *(cell(f"{loss} with everything", 2, loss_type=loss, **ALL) for loss in ("grpo", "bnpo", "dr_grpo", "dapo")),
     *(cell(f"{loss} with everything", 3, 3, loss_type=loss, **ALL) for loss in ("cispo", "sapo", "vespo", "luspo")),
     cell("importance of sequences", loss_type="grpo", importance_sampling_level="sequence", **ALL),
     cell("luspo of sequences", 4, 4, loss_type="luspo", importance_sampling_level="sequence", **ALL),
-    cell("AdamW", optim="adamw_torch", learning_rate=1e-3, adam_epsilon=1e-3, long=False, **ALL),
+    cell("AdamW", optim="adamw_torch", learning_rate=1e-3, adam_epsilon=1e-3, **ALL),
     cell("LoRA", lora=True, long=False, **ALL),
     cell("LoRA", 4, lora=True, loss_type="cispo", **ALL),
     cell("scaled by the batch", 4, scale_rewards="batch"),

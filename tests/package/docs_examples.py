@@ -176,8 +176,8 @@ def _run_trl(code: str, folder: str) -> Names:
             "reward": lambda completion_ids, **columns: [float(len(ids)) for ids in completion_ids],
         }
         with contextlib.ExitStack() as stack:
-            for config in ("SFTConfig", "GRPOConfig"):
-                made = functools.partial(getattr(trl, config), **arguments)
+            for config, more in (("SFTConfig", {}), ("GRPOConfig", {"max_completion_length": 8})):
+                made = functools.partial(getattr(trl, config), **arguments, **more)
                 stack.enter_context(mock.patch.object(trl, config, made))
             stack.enter_context(mock.patch.object(trl, "SFTTrainer", trainer))
             exec(code.replace('"out"', repr(folder)), names)

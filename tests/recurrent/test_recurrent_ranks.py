@@ -5,7 +5,6 @@ Shape letters: B batch, S global tokens, C channels, W width, H heads, G heads o
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import re
@@ -236,38 +235,6 @@ def test_torch_operations_compute_what_the_kernels_do(name: str) -> None:
         results.append([out.detach(), state.detach(), *gradients])
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=151 * 64 * 2.0**-52 * float(expected.abs().max()))
-
-
-class Whole(torch.autograd.Function):
-    """A case over three ranks as one function of global tensors."""
-
-    @staticmethod
-    def forward(ctx: Any, case: Case, mask: IntervalMask, names: list[str], *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.case, ctx.mask, ctx.names = case, mask, names
-        return Whole.both(case, mask, names, tensors, None)[0]
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = Whole.both(ctx.case, ctx.mask, ctx.names, ctx.saved_tensors, dout)[1]
-        return None, None, None, *(gradients[name] for name in ctx.names)
-
-    @staticmethod
-    def both(
-        case: Case, mask: IntervalMask, names: list[str], tensors: Any, dout: Tensor | None
-    ) -> tuple[Tensor, Tensors]:
-        given = dict(zip(names, tensors, strict=True))
-        like = given["v" if "v" in given else "x"]
-        layout = Layout.zigzag(mask.seq_len, 3)
-        return of_ranks(case, given, torch.zeros_like(like) if dout is None else dout, mask, layout)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_three_ranks_pass_gradcheck(name: str) -> None:
-    tensors = problem(CASES[name], 1, 10)
-    leaves, mask = [x.requires_grad_() for x in tensors.values()], IntervalMask.documents([2, 7]).padded(1)
-    function = functools.partial(Whole.apply, CASES[name], mask, list(tensors))
-    assert torch.autograd.gradcheck(function, leaves, fast_mode=True, check_undefined_grad=False)
 
 
 @pytest.mark.parametrize(

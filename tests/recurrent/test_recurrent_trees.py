@@ -5,7 +5,6 @@ Shape letters: B batch, S global tokens, L leaves, T tokens of the longest path.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 import weakref
@@ -177,14 +176,13 @@ def layout_of(name: str, world_size: int, seq_len: int = SEQ_LEN) -> Layout:
     return Layout.from_runs(runs)
 
 
-CELLS = [
-    *(("contiguous", world_size) for world_size in (1, 2, 3, 4)),
-    *(("zigzag", world_size) for world_size in (2, 3, 4)),
-    *(("many", world_size) for world_size in (1, 2, 4)),
-]
+IN_EVERY_RUN = [("contiguous", 1), ("contiguous", 3), ("zigzag", 3), ("many", 4)]
+OTHERS = [("contiguous", 2), ("contiguous", 4), ("zigzag", 2), ("zigzag", 4), ("many", 1), ("many", 2)]
 
 
-@pytest.mark.parametrize(("layout", "world_size"), CELLS)
+@pytest.mark.parametrize(
+    ("layout", "world_size"), [*IN_EVERY_RUN, *(pytest.param(*cell, marks=pytest.mark.long) for cell in OTHERS)]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_states_compute_each_path_alone(name: str, layout: str, world_size: int) -> None:
     """Of one tree for two rows, and of rows that differ."""
@@ -227,7 +225,9 @@ def comb(depth: int) -> Tree:
 LARGE = {"deep": comb(64), "wide": random_tree(4, 420, 4, deepens=0.2)}
 
 
-@pytest.mark.parametrize(("layout", "world_size"), [("contiguous", 1), ("zigzag", 3)])
+@pytest.mark.parametrize(
+    ("layout", "world_size"), [pytest.param("contiguous", 1, marks=pytest.mark.long), ("zigzag", 3)]
+)
 @pytest.mark.parametrize("tree", LARGE)
 @pytest.mark.parametrize("name", CASES)
 def test_deep_and_wide_trees(name: str, tree: str, layout: str, world_size: int) -> None:
@@ -330,15 +330,6 @@ def test_a_chain_is_a_document_and_roots_are_documents(name: str, layout: str, w
         assert torch.equal(out, expected)
         for n, gradient in gradients.items():
             assert torch.equal(gradient, of_each[n]), n
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_three_ranks_pass_gradcheck(name: str) -> None:
-    tree = Tree([-1, 0, 1, 1, 0], [2, 1, 2, 1, 3])
-    tensors = problem(CASES[name], 1, 10)
-    leaves = [x.requires_grad_() for x in tensors.values()]
-    function = functools.partial(ranks.Whole.apply, CASES[name], mask_of([tree], 10), list(tensors))
-    assert torch.autograd.gradcheck(function, leaves, fast_mode=True, check_undefined_grad=False)
 
 
 def of_process(name: str) -> tuple[Tensor, Tensors]:
