@@ -286,8 +286,13 @@ def ring_with_victim(signal_number: int, where: str) -> tuple[str, float]:
     return "nothing happened", 0.0
 
 
-@pytest.mark.parametrize("where", ["round 1", "the gradients of round 1"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "where"),
+    [
+        *((4, "round 1"), (2, "the gradients of round 1")),
+        *(pytest.param(*cell, marks=pytest.mark.long) for cell in ((2, "round 1"), (4, "the gradients of round 1"))),
+    ],
+)
 def test_killed_rank_ends_the_ring_of_all_others(fresh_pool: Any, world_size: int, where: str) -> None:
     """All survivors name the victim, those too that only wait for a rank that gave up."""
     outcomes = fresh_pool(world_size, 60.0).outcomes(ring_with_victim, signal.SIGKILL, where)

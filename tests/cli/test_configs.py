@@ -73,6 +73,7 @@ def test_readme_has_every_key() -> None:
                 assert f"`{key}`" in text or f"`{key}:" in text, key
 
 
+@pytest.mark.long  # test_cli_train.py compares the same engine
 @pytest.mark.timeout(400)
 def test_ddp_trains_as_one_process(tmp_path: pathlib.Path) -> None:
     path = shrunk(CONFIGS / "alst" / "ddp.yaml", tmp_path, use_cpu=True)

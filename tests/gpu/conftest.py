@@ -11,6 +11,17 @@ import torch
 from device import DEVICE
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On a CPU, one cell of each shows that they run. tests/attn and tests/tiled say what its kernels compute."""
+    seen: set[object] = set()
+    for item in items if DEVICE.type == "cpu" else ():
+        if isinstance(item, pytest.Function) and "/gpu/" in item.path.as_posix():
+            if item.function in seen:
+                item.add_marker("long")
+            seen.add(item.function)
+
+
 @pytest.fixture(autouse=True)
 def device_lives(request: pytest.FixtureRequest) -> Iterator[None]:
     """After an illegal memory access every later call fails too, so pytest-xdist has to start a new process."""

@@ -91,8 +91,8 @@ TRAINER = [
             **{"train_sampling_strategy": "group_by_length", "include_num_input_tokens_seen": "non_padding"},
         },
     ),
-    Cell("two groups, every number", EVERY_NUMBER, world=4, processes=2),
-    Cell("an optimizer of matrices", made=in_float64),
+    Cell("two groups, every number", EVERY_NUMBER, world=4, processes=2, long=True),  # test_hf_logged.py has it of SFT
+    Cell("an optimizer of matrices", made=in_float64, long=True),
     Cell("reentrant checkpoints", REENTRANT),
     Cell("label smoothing", {"label_smoothing_factor": 0.1}),
     Cell(
@@ -156,7 +156,7 @@ ENGINES = [
     mesh(2, True, dp_shard_size=2),
     mesh(8, True, dp_replicate_size=2, dp_shard_size=2, cp_size=2),
     *(
-        tiled_loss(engine, long=engine not in ("FSDP2", "ZeRO-3"))
+        tiled_loss(engine, long=engine != "ZeRO-3")  # test_hf_loss_engines.py has every way of FSDP2
         for engine in ("DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3")
     ),
     Cell("checkpointing of FSDP2", ranks={"engine": "FSDP2", "fsdp_config": CHECKPOINTING}, long=True),
@@ -279,7 +279,7 @@ def dpo(what: str, long: bool = True, **options: Any) -> Cell:
 
 
 TRL = [
-    Cell("SFT without padding", {**SFT, "padding_free": True, "max_length": None}),
+    Cell("SFT without padding", {**SFT, "padding_free": True, "max_length": None}, long=True),
     Cell(
         "SFT, documents split",
         {
@@ -428,7 +428,7 @@ EXPERTS = [
         processes=2,
         long=True,
     ),
-    Cell("balancing loss that SFT logs", {**SFT, **BALANCED, "evaluate_first": True}),
+    Cell("balancing loss that SFT logs", {**SFT, **BALANCED, "evaluate_first": True}, long=True),
     Cell("balancing loss, own token average", {**BALANCED, "average_tokens_across_devices": False}, long=True),
     Cell(
         "balancing loss of full sequences, two groups",

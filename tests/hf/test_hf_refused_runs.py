@@ -188,10 +188,10 @@ RANDOM = [
             options,
             functools.partial(drawing, name),
         )
-        for name, (_, place) in DRAWING.items()
-        for how, options in (
-            ("checkpointed", {"gradient_checkpointing": True}),
-            ("own loss", {"trainer_class": LastThird}),
+        for (name, (_, place)), (how, options) in zip(
+            DRAWING.items(),
+            2 * (("checkpointed", {"gradient_checkpointing": True}), ("own loss", {"trainer_class": LastThird})),
+            strict=True,
         )
     ),
     Refusal(
@@ -201,7 +201,6 @@ RANDOM = [
         prepare=drops_late,
     ),
     Refusal("a mask of its own", FAILS, made=own_mask),
-    Refusal("a mask of its own, own loss", FAILS, {"trainer_class": LastThird}, own_mask),
 ]
 TRAIN = table(*RUNS, *ENCODERS, *RANDOM, *OF_DROPOUT)
 

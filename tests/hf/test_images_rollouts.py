@@ -12,10 +12,12 @@ from ringtile import RefusedError
 from ringtile.cli.tiny_images import image_model
 from ringtile.hf import rollouts
 from test_images_trl import processor, rows
-from test_rollouts import ALL, RLOO, assert_equal
+from test_rollouts import ALL as EVERYTHING
+from test_rollouts import RLOO, assert_equal
 
 trl = pytest.importorskip("trl")
-STEPS = {"learning_rate": 0.01, "max_steps": 2}
+STEPS = {"learning_rate": 0.01}
+ALL = EVERYTHING | {"max_steps": 2}
 
 
 def made() -> dict[str, Any]:
@@ -33,7 +35,7 @@ def by_row(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 
 
 # The most likely tokens, whatever is drawn, so that ranks generate what one process does.
-GREEDY = {"given": False, "top_k": 1, "rewards": [by_row], "max_completion_length": 4, "beta": 0.1}
+GREEDY = {"given": False, "top_k": 1, "rewards": [by_row], "max_completion_length": 4, "beta": 0.1, "max_steps": 1}
 LONG = pytest.mark.long
 
 
@@ -45,7 +47,7 @@ LONG = pytest.mark.long
         pytest.param(3, GREEDY, marks=LONG),
         pytest.param(3, ALL, marks=LONG),
         pytest.param(2, ALL | {"lora": True, "gradient_checkpointing": True}, marks=LONG),
-        pytest.param(2, RLOO | {"kind": "RLOO"}, marks=LONG),
+        pytest.param(2, RLOO | {"kind": "RLOO", "max_steps": 2}, marks=LONG),
     ],
 )
 def test_equals_one_process(world: int, options: dict[str, Any]) -> None:

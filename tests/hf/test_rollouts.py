@@ -53,7 +53,7 @@ CELLS = [
     cell("importance of sequences", loss_type="grpo", importance_sampling_level="sequence", **ALL),
     cell("luspo of sequences", 4, 4, loss_type="luspo", importance_sampling_level="sequence", **ALL),
     cell("AdamW", optim="adamw_torch", learning_rate=1e-3, adam_epsilon=1e-3, **ALL),
-    cell("LoRA", lora=True, long=False, **ALL),
+    cell("LoRA", lora=True, **ALL),
     cell("LoRA", 4, lora=True, loss_type="cispo", **ALL),
     cell("scaled by the batch", 4, scale_rewards="batch"),
     cell("not scaled", scale_rewards="none"),
@@ -69,11 +69,11 @@ CELLS = [
         "fewer rows than ranks", 4, 4, per_device_train_batch_size=1, gradient_accumulation_steps=2, num_generations=2
     ),
     *(cell(f"a hybrid, {family}", family=family, **ALL | SLOWLY) for family in ("qwen3_next", "bamba")),
-    cell("RLOO", kind="RLOO", long=False, **RLOO),
+    cell("RLOO", 3, 3, kind="RLOO", **RLOO),
     cell(
         "RLOO of sequences", 4, kind="RLOO", **RLOO | {"normalize_advantages": True, "reward_clip_range": [-0.5, 0.5]}
     ),
-    cell("RLOO with LoRA", 3, 3, kind="RLOO", lora=True, **RLOO),
+    cell("RLOO with LoRA", kind="RLOO", lora=True, long=False, **RLOO),
     cell("distillation", kind="Distillation", long=False),
     *(cell(f"distillation with beta {beta}", 4, kind="Distillation", beta=beta) for beta in (0.0, 0.5, 1.0)),
     cell("distillation with LoRA", 3, 3, kind="Distillation", lora=True),

@@ -148,7 +148,7 @@ def losses(kind: str) -> tuple[float, float]:
         return simulated, float(train_step(trainer, batch))
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("kind", [pytest.param("packed", marks=pytest.mark.long), "padded"])
 def test_the_loss_is_that_of_the_cpu(kind: str) -> None:
     """float32, other tiles: as far apart as two orders of a sum of 90 numbers."""
     simulated, on_cpu = run_ranks(2, losses, kind)[0]

@@ -234,7 +234,7 @@ def bytes_of_documents(lengths: list[int], layout: Layout) -> dict[str, list[int
     return sent
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "balanced"])
+@pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.long), "balanced"])
 def test_documents_move_as_planned_and_a_third_of_gathering(layout: str) -> None:
     """16 documents over 4 ranks, mean of 5 packings."""
     rng, ratios = random.Random(0), []

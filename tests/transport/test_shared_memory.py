@@ -24,7 +24,7 @@ from ringtile.transport.process_group import ProcessGroupTransport
 from ringtile.transport.shared_memory import VARIABLE, Segment
 from test_ring_failures import USUAL
 
-LONG = 2**21  # float32: four times what a ring of chunks holds
+LONG = 2**20  # float32: twice what a ring of chunks holds
 
 
 @contextlib.contextmanager
