@@ -174,6 +174,40 @@ def test_a_storage_is_counted_once_and_while_it_lives() -> None:
     assert live.finish()["activations"] == live.peak
 
 
+@pytest.mark.parametrize(("model_type", "engine"), [("llama", "fsdp2"), ("qwen3_moe", "ddp"), ("gemma2", "zero3")])
+def test_remembered_answers_change_nothing(model_type: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = Config(context_parallel_size=2, tiled_loss=True, tiled_mlp=model_type != "qwen3_moe", tile_tokens=24)
+    setup = Setup(
+        config_of(model_type), devices=2, engine=engine, ringtile=keys, gradient_checkpointing=True, bf16=True
+    )
+    remembered = [planned(seq_len, setup) for seq_len in (64, 96)]
+    monkeypatch.setattr("ringtile.planner.memo.Memo.run", lambda memo, func, args, kwargs: func(*args, **kwargs))
+    asked = [planned(seq_len, setup) for seq_len in (64, 96)]
+    for one, other in zip(remembered, asked, strict=True):
+        assert (one.phases, one.product_flops) == (other.phases, other.product_flops)
+
+
+def test_a_remembered_op_aliases_what_it_aliased() -> None:
+    """And reads no number, which other tensors of the same shape need not hold."""
+    from ringtile.planner.memo import Memo
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    memo, aten = Memo(), torch.ops.aten
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for x, y in [(torch.empty(4, 6), torch.empty(4, 6)) for _ in range(2)]:
+            parts = memo.run(aten.split.Tensor, (x, 3, 1), {})
+            assert [part.storage_offset() for part in parts] == [0, 3]
+            assert all(part.untyped_storage()._cdata == x.untyped_storage()._cdata for part in parts)
+            assert memo.run(aten.add_.Tensor, (x, y), {}) is x
+            assert memo.run(aten.add_.Tensor, (x, x), {}) is x
+            made = memo.run(aten.mul.Tensor, (x, 2), {}), memo.run(aten.mul.out, (x, x), {"out": y})
+            assert isinstance(made[0], FakeTensor)
+            assert made[0].untyped_storage()._cdata != x.untyped_storage()._cdata
+            assert made[1] is y
+        counts = [memo.run(aten.mul.Tensor, (torch.ones(2, dtype=torch.int64), n), {}).dtype for n in (2, 2.0)]
+    assert counts == [torch.int64, torch.float32]
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_engines_shard_the_weights(engine: str) -> None:
     config = config_of(num_hidden_layers=1)

@@ -56,15 +56,15 @@ class Plain:
             self.live.count(parameter, "reference")
 
     def make_states(self) -> None:
-        if self.setup.optimizer != "adamw":
+        """Makes them by a step, in which DTensors also look up, once, how their ops are sharded: on whole tensors."""
+        if self.setup.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(self.parameters, fused=True)
+        else:
             self.hold("optimizer", self.state_bytes(), torch.uint8)
-            return
-        self.optimizer = torch.optim.AdamW(self.parameters, fused=True)
         for parameter in self.parameters:
             parameter.grad = torch.empty_like(parameter)
         with self.live.making("optimizer"):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
+            self.step()
 
     def state_bytes(self) -> int:
         """Of an optimizer that is not run, for this rank's parts of the parameters."""
@@ -141,6 +141,7 @@ class Fsdp2(Plain):
             self.live.count(parameter, "weights")
         self.live.gradients_made_by_engine = self._gradient_bytes
         self.make_states()
+        _gather_once(self.model)
         return self.model
 
     def prepare_reference(self, model: nn.Module) -> None:
@@ -149,11 +150,23 @@ class Fsdp2(Plain):
 
         prepare_fsdp(model, self.accelerator)
         super().prepare_reference(model)
+        _gather_once(model)
 
     def _gradient_bytes(self) -> int:
         found = (parameter.grad for parameter in self.parameters)
         locals_ = [getattr(gradient, "_local_tensor", gradient) for gradient in found if gradient is not None]
         return sum(x.numel() * x.itemsize for x in locals_)
+
+
+def _gather_once(model: nn.Module) -> None:
+    """Allocates what gathered weights use from then on, which the engine's parts are known by."""
+    from torch.distributed.fsdp import FSDPModule
+
+    cast("FSDPModule", model)._get_fsdp_state()._lazy_init()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
 
 
 class Zero(Plain):

@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ringtile.planner.memo import Memo
+
 PARTS = (
     *("weights", "gradients", "optimizer", "reference", "activations", "attention", "tower", "logits", "kv cache"),
     *("buffers", "engine"),
@@ -60,6 +62,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: Any = WeakIdKeyDictionary()
         self._part: str | None = None
         self._at_new_peak = False
+        self._memo = Memo()
 
     def reset_peak(self) -> None:
         """Forgets the peak and the flops so far."""
@@ -154,6 +157,10 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which would wrap each call; nothing is compiled here
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:  # most calls, and each would go through the fake mode
             return args[0].fake_device
@@ -173,7 +180,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif packet is _aten._grouped_mm:
             out = _grouped_product(*args, **kwargs)
         else:
-            out = func(*args, **kwargs)
+            out = self._memo.run(func, args, kwargs)
         if packet in _COPIED_BY_GLOO and self._over_gloo:
             copy = _Storage(max(x.nbytes for x in tree_iter(args) if isinstance(x, Tensor)), "engine")
             self.parts["engine"] += copy.num_bytes

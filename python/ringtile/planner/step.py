@@ -107,8 +107,6 @@ class TrainingStep:
                 stack.enter_context(silent_ranks(setup.devices))
             with self._fake:
                 self._build()
-            if setup.engine == "fsdp2":
-                self.run(1)  # allocates what gathered weights use from then on, which the engine's parts are known by
         except BaseException:
             self._close()
             raise
