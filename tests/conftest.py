@@ -14,7 +14,7 @@ import torch
 pytest.register_assert_rewrite("hf_training", "cells")
 
 from kernels_off import kernels_off  # noqa: E402
-from pool import close_pools, start_server  # noqa: E402
+from pool import close_pools, freeze_garbage, start_server  # noqa: E402
 
 _folder = tempfile.TemporaryDirectory(prefix="ringtile-")
 
@@ -60,7 +60,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
-    gc.freeze()  # the Trainer collects garbage often: not to search all modules each time halves a short training
+    freeze_garbage()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -53,6 +53,12 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
+def freeze_garbage() -> None:
+    """Search nothing that exists now for garbage, and the rest less often: it would take half of a short training."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
+
+
 class Pool:
     """W processes that form a gloo world. prepare(rank) runs in each of them first."""
 
@@ -140,7 +146,7 @@ def _serve(
     import torch
     import torch.distributed as dist
 
-    gc.freeze()  # the Trainer collects garbage often: half of a short training, if the imported modules are searched
+    freeze_garbage()
     tempfile.tempdir = str(Path(store).parent)  # which the pool removes
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=group_timeout)
@@ -285,7 +291,7 @@ def _run_command(
 
     from ringtile.cli import train
 
-    gc.freeze()
+    freeze_garbage()
     run_alone = _fork_a_process_to_compare_with()
     train.subprocess = SimpleNamespace(run=run_alone, DEVNULL=subprocess.DEVNULL)
     if prepare is not None:

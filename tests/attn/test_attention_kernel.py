@@ -223,7 +223,7 @@ def of_cuda() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("of_cuda")
-@pytest.mark.parametrize("layout", NAMED)
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.long] * (n != "zigzag")) for n in NAMED])
 @pytest.mark.parametrize(
     "name", [*(f"aten's flash attention{which}" for which in ("", " (FA4)", " (FA3)")), "aten's cuDNN attention"]
 )

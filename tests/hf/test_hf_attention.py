@@ -75,7 +75,11 @@ WINDOWS_IN_MASKS = ["phimoe-sliding", "qwen2-moe-sliding"]
 @pytest.mark.parametrize(
     ("family", "kind"),
     [
-        *itertools.product(FAMILIES_OF_ALL_KINDS, ["plain", "left", "right", "packed"]),
+        *itertools.product(FAMILIES_OF_ALL_KINDS, ["left", "packed"]),
+        *(
+            pytest.param(family, kind, marks=[pytest.mark.long] * (family != FAMILIES_OF_ALL_KINDS[0]))
+            for family, kind in itertools.product(FAMILIES_OF_ALL_KINDS, ["plain", "right"])
+        ),
         *itertools.product(OTHER_FAMILIES, ["left", "packed"]),
         *((family, "packed") for family in WINDOWS_IN_MASKS),
     ],

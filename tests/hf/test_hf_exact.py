@@ -85,16 +85,16 @@ TRAINER = [
     Cell("documents named for flash attention", {"collator": packed_with_seq_idx}, {"layout": "per_document"}),
     Cell("tiles, packed", {"collator": packed, "evaluate": True}, TILED),
     Cell("windows over packed rows, striped", {"collator": packed, "family": "qwen3-sliding"}, {"layout": "striped"}),
-    Cell(
-        "lengths grouped, padding not counted",
-        {
-            **{"train_sampling_strategy": "group_by_length", "include_num_input_tokens_seen": "non_padding"},
-        },
-    ),
     Cell("two groups, every number", EVERY_NUMBER, world=4, processes=2, long=True),  # test_hf_logged.py has it of SFT
     Cell("an optimizer of matrices", made=in_float64, long=True),
     Cell("reentrant checkpoints", REENTRANT),
-    Cell("label smoothing", {"label_smoothing_factor": 0.1}),
+    Cell(
+        "label smoothing, lengths grouped, padding not counted",
+        {
+            **{"train_sampling_strategy": "group_by_length", "include_num_input_tokens_seen": "non_padding"},
+            "label_smoothing_factor": 0.1,
+        },
+    ),
     Cell(
         "an epoch's last batch, clipping, cosine", {**LAST_BATCHES, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine"}
     ),

@@ -119,7 +119,7 @@ def cell(what: str, size: int = 2, long: bool = True, **options: Any) -> Any:
     ("size", "options"),
     [
         cell("grpo", long=False, **OFTEN),
-        cell("grpo", 1, long=False, **OFTEN),
+        cell("grpo", 1, **OFTEN),
         cell("grpo", 3, loss_type="grpo", **OFTEN),
         cell("cispo with LoRA", lora=True, loss_type="cispo", **OFTEN),
         cell("experts", family="qwen3-moe", router_aux_loss_coef=0.1, **ROWS),
@@ -358,7 +358,9 @@ def test_a_trainer_trains_on_a_tree(family: str, size: int) -> None:
             assert (run.weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
 
 
-@pytest.mark.parametrize("family", ["llama", "lfm2", "qwen3_5_text", "bamba"])
+@pytest.mark.parametrize(
+    "family", ["llama", "bamba", *(pytest.param(n, marks=pytest.mark.long) for n in ("lfm2", "qwen3_5_text"))]
+)
 def test_a_trainer_trains_on_a_tree_where_nothing_is_sharded(family: str) -> None:
     losses, weights = _train_ways(family, _ways())
     run = _train_tree({"context_parallel_size": 1}, family)

@@ -111,7 +111,7 @@ def test_kernels_are_their_definitions_in_float64(kind: str, places: str) -> Non
     assert_same_sums(*(results(module, kind, tensors, PLACES[places]) for module in (kernels, scan_oracle)))
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 63, 64, 65, 129])
+@pytest.mark.parametrize("num_tokens", [0, 1, 64, 65, *(pytest.param(n, marks=pytest.mark.long) for n in (63, 129))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_take_any_number_of_tokens(kind: str, num_tokens: int) -> None:
     tensors, seq_idx = tensors_of(kind, num_tokens=num_tokens), seq_idx_of((set(), set()), num_tokens=num_tokens)

@@ -294,7 +294,7 @@ def test_engines_take_the_mean(engine: str, checkpointed: bool) -> None:
     run_ranks(2, engine_is_exact, engine, checkpointed, 2)
 
 
-@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("engine", [pytest.param("DDP", marks=pytest.mark.long), "FSDP2"])
 def test_two_groups_of_two_ranks(engine: str) -> None:
     run_ranks(4, engine_is_exact, engine, False, 2)
 
@@ -302,8 +302,7 @@ def test_two_groups_of_two_ranks(engine: str) -> None:
 def compiled_layers_are_exact() -> None:
     model, input_ids = tiny_model("llama"), ids(2, 32)
     eager = sequence_log_probs(model, input_ids, dist.group.WORLD)
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
+    model.model.layers[1].compile(backend="eager")
     ours = sequence_log_probs(model, input_ids, dist.group.WORLD)
     ours.sum().backward()
     torch.testing.assert_close(ours, eager)

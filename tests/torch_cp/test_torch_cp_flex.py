@@ -103,7 +103,7 @@ def run(layout: Layout, on_rank: Callable[[LoopbackGroup], list[Tensor]]) -> lis
 
 @pytest.mark.parametrize("balancer", LAYOUTS)
 @pytest.mark.parametrize("mask", [IntervalMask.causal(300), DOCUMENTS, TREE], ids=["causal", "documents", "tree"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_interval_masks_run_as_a_ring_with_gradients(balancer: str, mask: IntervalMask, world_size: int) -> None:
     """300 is no multiple of 128, nor of 2 x 4 ranks; PyTorch's own function raises for such lengths."""
     x, load_balancer = inputs(300), LAYOUTS[balancer](300, world_size)

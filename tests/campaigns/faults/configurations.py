@@ -112,7 +112,7 @@ ODD = {
     "directive": "%YAML 9.9\n---\n" + _TINY,
     "UTF-16": "\ufeff" + _TINY,
     "large": _TINY + "# " + "x" * 2**21,
-    "many keys": "".join(f"k{i}: 1\n" for i in range(20_000)),
+    "many keys": "".join(f"k{i}: 1\n" for i in range(2_000)),
     "a list": "- 1\n- 2\n",
     "null": "~\n",
     "recursive": "&a\nmodel: *a\n",
