@@ -1,4 +1,4 @@
-"""`ringtile plan --model` against measured peaks: 44 trainings on CPU ranks, each in fresh processes. By hand:
+"""`ringtile plan --model` against measured peaks: 46 trainings on CPU ranks, each in fresh processes. By hand:
 
     python tests/campaigns/planner_memory.py [--json FILE] [--markdown FILE] [NAME ...]
 
@@ -102,6 +102,8 @@ CASES: list[tuple[Any, ...]] = [
     ("single", "llama+lora8", "long", 4096, 2, True, MLP | LOSS),
     ("fsdp2", "llama+lora8", "wide", 1024, 1, True, CP | {"first_batch_check": False}),
     ("zero2", "llama+lora8", "wide", 1024, 1, False, CP | {"first_batch_check": False}),
+    ("single", "llama+qlora8", "long", 4096, 1, False, {}),  # bitsandbytes is not among the tests' packages
+    ("single", "llama+qlora8", "long", 4096, 4, True, MLP | LOSS),
     ("single", "llama", "grpo", 2048, 1, False, {}, 32, 8, True),
     ("single", "llama", "grpo", 512, 1, True, MLP, 32, 64, False),
     ("ddp", "llama", "grpo", 4096, 1, False, CP | {"first_batch_check": False}, 32, 8, True),
@@ -185,12 +187,15 @@ def _train(case: tuple[Any, ...], sizes: dict[str, Any], seq_len: int, steps: in
                 "gradient_checkpointing_kwargs": {"use_reentrant": False},
             }
         torch.manual_seed(0)
-        model, _, lora_rank = model.partition("+lora")
+        model, _, adapters = model.partition("+")
         config = _config(model, sizes)
         made: Any = AutoModelForImageTextToText if model in VISION else AutoModelForCausalLM
         network = made.from_config(config, dtype=torch.float32)
-        if lora_rank:
-            network = get_peft_model(network, LoraConfig(r=int(lora_rank), target_modules="all-linear"))
+        if adapters.startswith("q"):
+            network = _in_4bit(network)
+        if adapters:
+            rank = int(adapters.partition("lora")[2])
+            network = get_peft_model(network, LoraConfig(r=rank, target_modules="all-linear"))
         common = {
             **{"per_device_train_batch_size": rows, "max_steps": steps, "report_to": [], "use_cpu": True},
             **{"disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, **arguments},
@@ -211,6 +216,22 @@ def _train(case: tuple[Any, ...], sizes: dict[str, Any], seq_len: int, steps: in
         ringtile.enable(trainer, keys)
         trainer.train()
         ringtile.restore(trainer)
+
+
+def _in_4bit(network: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        network.save_pretrained(folder)
+        settings = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+        keys: dict[str, Any] = {"quantization_config": settings, "dtype": torch.float32, "attn_implementation": "sdpa"}
+        return AutoModelForCausalLM.from_pretrained(folder, device_map="cpu", **keys).train()
 
 
 def _batch(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -320,7 +341,7 @@ def predict(case: tuple[Any, ...]) -> dict[str, int]:
     from ringtile.planner.step import TrainingStep
 
     engine, model, size, seq_len, rows, checkpointing, keys, *grpo = case
-    model, _, lora_rank = model.partition("+lora")
+    model, _, adapters = model.partition("+")
     setup = Setup(
         _config(model, SIZES[size]),
         devices=1 if engine == "single" else 2,
@@ -328,7 +349,8 @@ def predict(case: tuple[Any, ...]) -> dict[str, int]:
         ringtile=Config(**keys),
         batch=rows,
         gradient_checkpointing=checkpointing,
-        lora_rank=int(lora_rank or 0),
+        lora_rank=int(adapters.partition("lora")[2] or 0),
+        load_in_4bit=adapters.startswith("q"),
         grpo=Grpo(*grpo) if grpo else None,
         images=ImageRows(NUM_IMAGES, (SIDE, SIDE)) if model in VISION else None,
     )

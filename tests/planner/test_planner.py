@@ -17,6 +17,7 @@ from ringtile.cli import main
 from ringtile.config import Config
 from ringtile.errors import ConfigError, RefusedError
 from ringtile.planner.advice import longest, switches
+from ringtile.planner.grpo import Grpo
 from ringtile.planner.live import Live
 from ringtile.planner.setup import Setup
 from ringtile.planner.sizes import parse_bytes, parse_tokens, tokens_text
@@ -141,6 +142,49 @@ def test_adapters_alone_have_gradients_and_state(engine: str) -> None:
     else:
         assert parts["weights"] == pytest.approx(2 * (frozen + trained) / ranks, rel=0.01)
         assert parts["optimizer"] == pytest.approx(12 * trained / ranks, rel=0.01)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_weights_in_4_bits_take_what_bitsandbytes_stores(engine: str) -> None:
+    """By hand, of a layer: half a byte a number, a byte for each 64, 4 for each 16384, and 17 float32 numbers."""
+    config = config_of("qwen3", num_hidden_layers=1, tie_word_embeddings=False, intermediate_size=300)
+    setup = Setup(config, engine=engine, dtype=torch.bfloat16, bf16=True, lora_rank=2, load_in_4bit=True)
+    shapes = [(64, 64), (32, 64), (32, 64), (64, 64), (300, 64), (300, 64), (64, 300)]
+    packed, states = sum(f * e // 2 for f, e in shapes), 0
+    for blocks, outer in [(64, 1), (32, 1), (32, 1), (64, 1), (300, 2), (300, 2), (300, 2)]:
+        states += blocks + 4 * outer + 4 * 17
+    kept = 2 * (2 * V * E + 3 * E + 2 * 16)  # head, embeddings, norms
+    trained = sum(2 * (f + e) for f, e in shapes)
+    with TrainingStep(setup) as step:
+        parts = step.run(32).parts
+        assert step.num_parameters == sum(f * e for f, e in shapes) + kept // 2 + trained
+    assert parts["weights"] == packed + states + kept + 4 * trained
+    assert parts["optimizer"] == pytest.approx(8 * trained, rel=0.01)
+
+
+def test_weights_in_4_bits_take_what_a_published_file_has() -> None:
+    """Llama 3 8B in nf4 with double quantization, its embeddings and head in bfloat16: 5.70 GB on the hub."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    setup = Setup(config_of(**sizes, **heads), dtype=torch.bfloat16, lora_rank=1, load_in_4bit=True, optimizer="sgd")
+    with TrainingStep(setup) as step:
+        adapters = sum(parameter.nbytes for parameter in step._engine.parameters)
+        assert (step._live.parts["weights"] - adapters) / 1e9 == pytest.approx(5.70, abs=0.005)
+
+
+@pytest.mark.parametrize("keys", [{"engine": "zero3"}, {"grpo": Grpo(8, 1, False)}])
+def test_what_is_not_planned_in_4_bits_is_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(RefusedError, match="4 bits are not planned"):
+        planned(64, Setup(config_of(), **keys, lora_rank=2, load_in_4bit=True))
+
+
+def test_a_layer_in_4_bits_holds_its_weights_whole_only_while_it_multiplies() -> None:
+    """Of a wide layer and few tokens, the peak is one dequantized weight and its blocks' maxima."""
+    config = config_of(num_hidden_layers=1, hidden_size=512, intermediate_size=4096, vocab_size=64)
+    setup = Setup(config, dtype=torch.bfloat16, lora_rank=1, load_in_4bit=True, optimizer="sgd")
+    parts = planned(2, setup).parts
+    whole = 4096 * 512 * 2 + 4096 * 512 // 64 * 4
+    assert whole < parts["activations"] < 1.05 * whole
 
 
 def test_what_optimizers_keep_and_what_the_host_keeps() -> None:
@@ -391,6 +435,7 @@ def test_a_hub_name_that_cannot_be_fetched_is_told_how_to(capsys: pytest.Capture
         (["RUN", "--num-heads", "4"], "of one attention layer"),
         (["RUN", "--generation-rows", "8"], "--generation-rows is given beside"),
         (["RUN", "--devices", "3"], "expected a multiple of 2"),
+        (["RUN", "--load-in-4bit"], "expected --lora-rank too"),
         (["RUN", "--lora-rank", "-1"], "--lora-rank is -1; expected a rank"),
         (["--model", "FOLDER", "--seq-len", "64", "--offload-optimizer"], "expected zero1, zero2 or zero3"),
         (["RUN", "--seq-len", "8K"], "model.max_position_embeddings is 4096; expected at least 8192"),

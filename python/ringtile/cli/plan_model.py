@@ -50,6 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lora-rank", type=int, default=0, metavar="R", help="of PEFT's adapters on all linear layers; 0: none (0)"
     )
+    group.add_argument(
+        "--load-in-4bit",
+        action="store_true",
+        help="QLoRA, with --lora-rank: frozen linear layers as bitsandbytes' nf4 with double quantization",
+    )
     group.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="whose state is held (adamw)")
     group.add_argument("--offload-optimizer", action="store_true", help="as DeepSpeed's offload_optimizer: on the host")
     group.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="whose memory it is (cuda)")
@@ -84,6 +89,8 @@ def run(args: argparse.Namespace) -> Outcome:
         )
     if args.lora_rank < 0:
         raise ConfigError(f"--lora-rank is {args.lora_rank}; expected a rank, as 16, or 0 for no adapters")
+    if args.load_in_4bit and not args.lora_rank:
+        raise ConfigError("--load-in-4bit freezes the weights; expected --lora-rank too, of the adapters that train")
     if args.plot:
         check_output(args.plot, "--plot")
     if args.run is not None:
@@ -110,6 +117,7 @@ def run(args: argparse.Namespace) -> Outcome:
         found = [] if args.no_switches else switches(setup, seq_len)
     print(
         f"{name}: {num_parameters / 1e9:.3f} G parameters in {_name_of(setup.dtype)}"
+        f"{', linear layers in 4 bits' if setup.load_in_4bit else ''}"
         f"{f', of which adapters of rank {setup.lora_rank} are trained' if setup.lora_rank else ''}"
         f"{', bf16 mixed precision' if setup.bf16 else ''}; {tokens_text(seq_len)} tokens ({seq_len}) x {setup.batch} "
         f"rows; {setup.devices} ranks, {setup.engine}, {setup.ringtile.context_parallel_size} share a sequence"
@@ -260,6 +268,7 @@ def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
         bf16=args.bf16,
         on_gpu=args.device != "cpu",
         lora_rank=args.lora_rank,
+        load_in_4bit=args.load_in_4bit,
         optimizer=args.optimizer,
         offload_optimizer=args.offload_optimizer,
         grpo=grpo,

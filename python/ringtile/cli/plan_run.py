@@ -84,6 +84,7 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
         bf16=bool(training.get("bf16")),
         on_gpu=args.device != "cpu",
         lora_rank=args.lora_rank,
+        load_in_4bit=args.load_in_4bit,
         optimizer=_OPTIMIZERS.get(optimizer, "adamw"),
         offload_optimizer=_offloads(zero, "offload_optimizer"),
     )

@@ -26,6 +26,7 @@ class Setup:
     bf16: bool = False  # mixed precision, as training.bf16
     on_gpu: bool = False
     lora_rank: int = 0  # of PEFT's adapters on every linear layer; 0: all weights are trained
+    load_in_4bit: bool = False  # the linear layers below the adapters: bitsandbytes' nf4 with double quantization
     optimizer: str = "adamw"  # of OPTIMIZERS
     offload_optimizer: bool = False  # DeepSpeed's: its state, and what it updates, on the host
     grpo: Grpo | None = None  # a GRPO step, of rows of prompts and completions

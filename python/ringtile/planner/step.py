@@ -97,6 +97,7 @@ class TrainingStep:
         self._offload: _Offload | None = None
         self._reference: PreTrainedModel | None = None
         self._images: PlannedImages | None = None
+        self.num_packed = 0  # numbers of the model that its parameters in 4 bits do not count
 
     def __enter__(self) -> TrainingStep:
         setup, stack = self.setup, self._stack
@@ -134,7 +135,8 @@ class TrainingStep:
         check(model, setup)
         _switch_attention(model)
         if setup.lora_rank:
-            add_lora(model, setup.lora_rank, torch.bfloat16 if mixed_zero else torch.float32)  # which DeepSpeed casts
+            dtype_of_adapters = torch.bfloat16 if mixed_zero else torch.float32  # which DeepSpeed casts
+            self.num_packed += add_lora(model, setup.lora_rank, dtype_of_adapters, setup.load_in_4bit, setup.engine)
         return model
 
     def _build(self) -> None:
@@ -142,7 +144,7 @@ class TrainingStep:
         if setup.grpo is not None:
             grpo.check(setup.engine)
         model = self._make_model().train()
-        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters()) + self.num_packed
         if setup.images is not None:
             self._images = PlannedImages(model, setup.images, setup.batch, self._live, setup.on_gpu)
         patches = Patches()
@@ -162,6 +164,11 @@ class TrainingStep:
         with self._live:
             for buffer in model.buffers():
                 self._live.count(buffer, "buffers")
+            if setup.load_in_4bit:
+                from ringtile.planner import four_bit
+
+                for state in four_bit.states(model):
+                    self._live.count(state, "weights")
             self._model = self._engine.prepare()
             if setup.grpo is not None and setup.grpo.has_reference and not setup.lora_rank:  # else the model's own
                 self._reference = self._make_model().train(False)
@@ -329,6 +336,11 @@ def check(model: PreTrainedModel, setup: Setup) -> None:
         raise RefusedError(
             f"{name} has recurrent layers, which the planner does not know yet; expected a model of attention layers: "
             f"measure it with a short training, or plan one layer with --recurrent"
+        )
+    if setup.load_in_4bit and (setup.engine == "zero3" or setup.grpo is not None):
+        raise RefusedError(
+            f"weights in 4 bits are not planned {'under ZeRO-3' if setup.grpo is None else 'of a GRPO step'}; expected "
+            f"a step of ddp, fsdp2, zero1 or zero2 that generates nothing"
         )
     if setup.ringtile.context_parallel_size > 1:
         with unset_fake_temporarily():  # some of the model's functions are tried on numbers
