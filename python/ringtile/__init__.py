@@ -1,8 +1,9 @@
 """ringtile: train on sequences that do not fit one device; the loss curve does not change.
 
 What needs more than torch and ringtile's own kernels is loaded when it is first asked for: the Trainer layer
-(`enable`, `restore`, `tile_mlps`, `offload_activations`) needs transformers, `Config` pydantic, the layer of plain
-PyTorch DTensors and FlexAttention, recurrent layers and tiles torch's compiler, whose import takes as long as torch's.
+(`enable`, `restore`, `tile_mlps`, `tile_norms`, `offload_activations`) needs transformers, `Config` pydantic, the layer
+of plain PyTorch DTensors and FlexAttention, recurrent layers and tiles torch's compiler, whose import takes as long as
+torch's.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ _LAZY = {
     "sequence_log_probs": "rl",
     "ssd": "recurrent.functions",
     "tile_mlps": "hf.mlp",
+    "tile_norms": "hf.norm",
     "tiled_linear_cross_entropy": "tiled.loss",
     "tiled_log_probs": "tiled.log_probs",
     "tiled_mlp": "tiled.mlp",
@@ -66,6 +68,7 @@ _LAZY = {
 if TYPE_CHECKING:
     from ringtile.config import Config
     from ringtile.hf.mlp import tile_mlps
+    from ringtile.hf.norm import tile_norms
     from ringtile.hf.offload import offload_activations
     from ringtile.hf.trainer import enable, restore
     from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
@@ -126,6 +129,7 @@ __all__ = [
     "sequence_log_probs",
     "ssd",
     "tile_mlps",
+    "tile_norms",
     "tiled_linear_cross_entropy",
     "tiled_log_probs",
     "tiled_mlp",

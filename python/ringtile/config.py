@@ -62,7 +62,8 @@ class Config(Section):
     tiled_mlp: bool = False
     tiled_mlp_num_shards: Count | None = None  # tiles per MLP call, instead of tile_tokens
     tiled_mlp_use_original_mlp: bool = False  # True: the module's own forward even where a GLU kernel is exact
-    tile_tokens: Count = 16384  # tokens per tile, of the MLP and the loss
+    tiled_norm: bool = False
+    tile_tokens: Count = 16384  # tokens per tile, of the MLP, the norms and the loss
     tiled_loss: bool = False
     loss_tile_tokens: Count | None = None  # tokens per tile of the loss, instead of what its device is given
     shared_prefix: bool = False  # compute what rows of a batch begin alike with once: ringtile/hf/shared_rows.py
@@ -89,15 +90,16 @@ class Config(Section):
                 f"tiled_mlp_use_original_mlp is {self.tiled_mlp_use_original_mlp} but tiled_mlp is false; "
                 f"set tiled_mlp: true or remove tiled_mlp_use_original_mlp"
             )
-        if "tile_tokens" in given and self.tiled_mlp_num_shards is not None and not self.tiled_loss:
+        others = self.tiled_norm or self.tiled_loss
+        if "tile_tokens" in given and self.tiled_mlp_num_shards is not None and not others:
             raise ValueError(
                 f"tile_tokens is {self.tile_tokens} but tiled_mlp_num_shards, {self.tiled_mlp_num_shards}, sets the "
-                f"tiles of the MLP and the loss is not tiled; remove one of the two or set tiled_loss: true"
+                f"tiles of the MLP and nothing else is tiled; remove one of the two or set tiled_loss: true"
             )
-        if "tile_tokens" in given and not self.tiled_mlp and not self.tiled_loss:
+        if "tile_tokens" in given and not self.tiled_mlp and not others:
             raise ValueError(
-                f"tile_tokens is {self.tile_tokens} but nothing is tiled; set tiled_mlp: true or tiled_loss: true, or "
-                f"remove tile_tokens"
+                f"tile_tokens is {self.tile_tokens} but nothing is tiled; set tiled_mlp: true, tiled_norm: true or "
+                f"tiled_loss: true, or remove tile_tokens"
             )
         if self.loss_tile_tokens is not None and not self.tiled_loss:
             raise ValueError(

@@ -410,4 +410,18 @@ MUTANTS = [
         "pass",
         "tests/hf/test_towers.py -k frames_of_a_video",
     ),
+    Mutant(
+        "tiled norm: one tile of all tokens",
+        "python/ringtile/hf/norm.py",
+        "rows = max(1, self.tile_numbers // x.size(-1))",
+        "rows = x.numel()",
+        "tests/hf/test_hf_norm.py -k peak",
+    ),
+    Mutant(
+        "tiled norm: a weight's gradient of one tile",
+        "python/ringtile/tiled/mlp.py",
+        "                sums.sum_of(index).add_(grad)",
+        "                sums.sum_of(index).copy_(grad)",
+        "tests/hf/test_hf_norm.py -k every",
+    ),
 ]

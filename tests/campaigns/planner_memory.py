@@ -1,4 +1,4 @@
-"""`ringtile plan --model` against measured peaks: 46 trainings on CPU ranks, each in fresh processes. By hand:
+"""`ringtile plan --model` against measured peaks: 49 trainings on CPU ranks, each in fresh processes. By hand:
 
     python tests/campaigns/planner_memory.py [--json FILE] [--markdown FILE] [NAME ...]
 
@@ -59,6 +59,7 @@ SIZES: dict[str, dict[str, Any]] = {  # activations that outweigh the weights, a
 TINY = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 96}
 CP = {"context_parallel_size": 2}
 MLP, LOSS = {"tiled_mlp": True, "tile_tokens": 512}, {"tiled_loss": True, "tile_tokens": 512}
+NORM = {"tiled_norm": True}
 # engine or "single", model and its adapters' rank, size, tokens, rows, gradient checkpointing, ringtile's keys; of
 # a GRPO step also the tokens of a completion, rows of a generation batch, and whether it has a reference model
 CASES: list[tuple[Any, ...]] = [
@@ -70,6 +71,8 @@ CASES: list[tuple[Any, ...]] = [
     ("single", "llama", "long", 4096, 2, False, LOSS),
     ("single", "llama", "long", 4096, 2, False, MLP | LOSS),
     ("single", "qwen3", "long", 4096, 4, True, MLP | LOSS),
+    ("single", "llama", "long", 4096, 4, True, MLP | LOSS),
+    ("single", "llama", "long", 4096, 4, True, MLP | NORM | LOSS),
     ("single", "moe", "long", 4096, 2, True, MLP | LOSS),
     ("single", "llama", "wide", 512, 1, False, {}),
     ("single", "qwen3", "wide", 1024, 1, True, LOSS),
@@ -84,6 +87,7 @@ CASES: list[tuple[Any, ...]] = [
     ("fsdp2", "moe", "long", 4096, 1, False, CP),
     ("fsdp2", "llama", "long", 8192, 2, True, CP),
     ("fsdp2", "llama", "long", 8192, 2, True, CP | MLP | LOSS),
+    ("fsdp2", "llama", "long", 8192, 2, True, CP | MLP | NORM | LOSS),
     ("zero1", "llama", "wide", 512, 1, False, {}),
     ("zero1", "moe", "long", 4096, 1, False, CP),
     ("zero2", "llama", "wide", 512, 1, False, {}),
@@ -120,7 +124,7 @@ _ENGINES = {"single": "DDP", "ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO-1", 
 def name_of(case: tuple[Any, ...]) -> str:
     """Name a run, without spaces."""
     engine, model, size, seq_len, rows, checkpointing, keys, *grpo = case
-    on = [name for name in ("tiled_mlp", "tiled_loss") if name in keys]
+    on = [name for name in ("tiled_mlp", "tiled_norm", "tiled_loss") if name in keys]
     on += ["checkpointing"] if checkpointing else []
     scheme = keys.get("context_parallel_scheme", "ring")
     on = [f"cp2:{scheme}" if scheme != "ring" else "cp2", *on] if "context_parallel_size" in keys else on

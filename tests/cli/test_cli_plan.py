@@ -80,6 +80,7 @@ def test_command_line_is_what_users_script_against() -> None:
             "--gradient-checkpointing",
             "--activation-offload",
             "--tiled-mlp",
+            "--tiled-norm",
             "--tiled-loss",
             "--tile-tokens",
             "--bf16",

@@ -49,7 +49,7 @@ def _verify(
 @pytest.mark.parametrize(
     ("model_type", "keys"),
     [
-        ("llama", {"tiled_mlp": True, "tiled_loss": True}),
+        ("llama", {"tiled_mlp": True, "tiled_norm": True, "tiled_loss": True}),
         pytest.param("qwen3", {"layout": "striped"}, marks=pytest.mark.long),
         pytest.param("mistral", {}, marks=pytest.mark.long),
     ],
@@ -63,6 +63,7 @@ def test_tiny_model_is_verified(model_type, keys, tmp_path):
     names = [row["name"] for row in outcome["rows"]]
     assert sum(name.startswith("ring attention") for name in names) == 4
     assert any(name.startswith("tiled MLP") for name in names) == ("tiled_mlp" in keys)
+    assert any(name.startswith("tiled norm") for name in names) == ("tiled_norm" in keys)
     assert ("tiled loss" in names) == ("tiled_loss" in keys)
     assert all(row["difference"] <= row["limit"] for row in outcome["rows"])
     assert len(outcome["losses"]) == len(outcome["losses_single"]) == 5

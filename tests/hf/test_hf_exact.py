@@ -34,7 +34,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-TILED = {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 5}
+TILED = {"tiled_mlp": True, "tiled_norm": True, "tiled_loss": True, "tile_tokens": 5}
 ALONE = {"context_parallel_size": 1}
 EVERY_NUMBER = {"evaluate": True, "max_steps": 4}  # evaluation and prediction too
 LAST_BATCHES = {

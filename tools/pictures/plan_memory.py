@@ -17,19 +17,22 @@ from transformers import Qwen3Config
 
 FIGURES = pathlib.Path(__file__).with_name("memory.json")
 LENGTHS = [2**power for power in range(15, 21)]  # 32K to 1M
-TILES = {"tiled_loss": True, "tiled_mlp": True}
+MLP = {"tiled_loss": True, "tiled_mlp": True}
+TILES = MLP | {"tiled_norm": True}
 # A name: what it turns on beside the line before it, and its Setup.
 EIGHT: dict[str, dict[str, Any]] = {
     "checkpointing alone": {},
     "tiled_loss": {"tiled_loss": True},
-    "tiled_mlp": TILES,
+    "tiled_mlp": MLP,
+    "tiled_norm": TILES,
     "context_parallel_size: 8": TILES | {"context_parallel_size": 8},
     "activation_offload": TILES | {"context_parallel_size": 8, "activation_offload": True},
 }
 ONE: dict[str, dict[str, Any]] = {
     "checkpointing alone": {},
     "tiled_loss": {"tiled_loss": True},
-    "tiled_mlp": TILES,
+    "tiled_mlp": MLP,
+    "tiled_norm": TILES,
     "activation_offload": TILES | {"activation_offload": True},
 }
 

@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--gradient-checkpointing", action="store_true", help="as training.gradient_checkpointing")
     group.add_argument("--activation-offload", "--offload", action="store_true", help="checkpointed inputs on the host")
     group.add_argument("--tiled-mlp", action="store_true", help="the MLP in tiles")
+    group.add_argument("--tiled-norm", action="store_true", help="RMSNorms in tiles")
     group.add_argument("--tiled-loss", action="store_true", help="the loss in tiles")
     group.add_argument("--tile-tokens", type=int, metavar="TOKENS", help="of a tile (16384)")
     group.add_argument("--bf16", action="store_true", help="mixed precision, as training.bf16")
@@ -248,7 +249,7 @@ def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
         raise ConfigError(f"--scheme is {args.scheme}, which ranks resolve when they run; expected one by name")
     keys: dict[str, Any] = {"context_parallel_size": size, "layout": args.layout}
     keys |= {"context_parallel_scheme": args.scheme, "tiled_mlp": args.tiled_mlp, "tiled_loss": args.tiled_loss}
-    keys |= {"activation_offload": args.activation_offload}
+    keys |= {"tiled_norm": args.tiled_norm, "activation_offload": args.activation_offload}
     keys |= {} if args.tile_tokens is None else {"tile_tokens": args.tile_tokens}
     images = images_of(args, grpo)
     config = model_config(args.model, images is not None)

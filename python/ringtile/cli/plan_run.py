@@ -18,7 +18,8 @@ from ringtile.scheme import Scheme
 # Options that the file says, and what they are when they are not given.
 _SAID = {
     **dict.fromkeys(("model", "context_parallel_size", "tile_tokens", "dtype"), None),
-    **dict.fromkeys(("gradient_checkpointing", "activation_offload", "tiled_mlp", "tiled_loss", "bf16"), False),
+    **dict.fromkeys(("gradient_checkpointing", "activation_offload", "bf16"), False),
+    **dict.fromkeys(("tiled_mlp", "tiled_norm", "tiled_loss"), False),
     **{"completion_tokens": None, "generation_rows": None, "reference_model": False},  # of a GRPO step: no file's
     **{"images": None, "image_size": None},  # nor of images
     **{"engine": "ddp", "layout": "zigzag", "scheme": "ring", "batch": 1},

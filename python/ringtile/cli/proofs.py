@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 import ringtile
 from ringtile.config import Config
 from ringtile.hf.mlp_search import find_mlps
+from ringtile.hf.norm import find_norms
 from ringtile.sequence.layout import PADDED_LIKE
 from ringtile.sequence.mask import IntervalMask
 
@@ -50,7 +51,12 @@ def prove_ops(model: PreTrainedModel, config: Config, group: dist.ProcessGroup |
         proofs += [_ring(name, mask, text, config, group) for name, mask in _masks(text).items()]
     if config.tiled_mlp and (mlps := find_mlps(model)):
         name, mlp = next(iter(mlps.items()))
-        proofs.append(_tiled_mlp(name, mlp, text.hidden_size, config))
+        tile_tokens, own = config.tile_tokens, config.tiled_mlp_use_original_mlp
+        proofs.append(_tiled(f"tiled MLP, {name}", mlp, text.hidden_size, tile_tokens, own))
+    if config.tiled_norm:
+        name, norm = next(iter(find_norms(model).items()))
+        (weight,) = norm.parameters()
+        proofs.append(_tiled(f"tiled norm, {name}", norm, weight.numel(), config.tile_tokens, True))
     if config.tiled_loss:
         proofs.append(_tiled_loss(text))
     return proofs
@@ -104,25 +110,24 @@ def _dense_attention(mask: IntervalMask, q: Tensor, k: Tensor, v: Tensor) -> Ten
     return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def _tiled_mlp(name: str, mlp: nn.Module, hidden_size: int, config: Config) -> Proof:
-    """One MLP of the model in uneven tiles against the same MLP untiled: output, dx, dweights."""
-    x, gradient = torch.randn(1, MAX_TOKENS, hidden_size), torch.randn(1, MAX_TOKENS, hidden_size)
-    tile_tokens = min(config.tile_tokens, MAX_TOKENS // 3 + 1)
+def _tiled(title: str, module: nn.Module, width: int, tile_tokens: int, use_own_forward: bool) -> Proof:
+    """One module of the model in uneven tiles against the same one untiled: output, dx, dweights."""
+    x, gradient = torch.randn(1, MAX_TOKENS, width), torch.randn(1, MAX_TOKENS, width)
+    tile_tokens = min(tile_tokens, MAX_TOKENS // 3 + 1)
 
     def run(module: nn.Module, dtype: torch.dtype, tiled: bool) -> list[Tensor]:
         module.to(dtype).zero_grad()
         leaf = x.to(dtype, copy=True).requires_grad_()
-        tiles = (tile_tokens, config.tiled_mlp_use_original_mlp)
-        outputs: Any = ringtile.tiled_mlp(module, leaf, *tiles) if tiled else module(leaf)
+        outputs: Any = ringtile.tiled_mlp(module, leaf, tile_tokens, use_own_forward) if tiled else module(leaf)
         out: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
         out.backward(gradient.to(dtype))  # type: ignore[no-untyped-call]
         gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
         return [out.detach(), _present(leaf.grad), *(one.clone() for one in gradients)]
 
-    got = run(mlp, torch.float32, True)
-    exact = run(mlp, torch.float64, False)
-    widest = max(dim for parameter in mlp.parameters() for dim in parameter.shape)
-    return _compare(f"tiled MLP, {name}", got, exact, max(widest, MAX_TOKENS) + hidden_size)
+    got = run(module, torch.float32, True)
+    exact = run(module, torch.float64, False)
+    widest = max(dim for parameter in module.parameters() for dim in parameter.shape)
+    return _compare(title, got, exact, max(widest, MAX_TOKENS) + width)
 
 
 def _tiled_loss(text: Any) -> Proof:

@@ -75,7 +75,7 @@ def _tile_mlps(
             )
         check_parts(module)
         _gather_as_one(module, patches)
-        forward = _TiledForward(name, _own_forward(name, module), tile_tokens, num_shards, use_original_mlp)
+        forward = _TiledMlp(name, own_forward(name, module), tile_tokens, num_shards, use_original_mlp)
         patches.set(module, "forward", MethodType(forward, module))
 
 
@@ -87,26 +87,30 @@ def _gather_as_one(module: nn.Module, patches: Patches) -> None:
         patches.on_restore(lambda: None if hasattr(module, "ds_id") else delattr(module, "_z3_leaf"))
 
 
-def _own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
-    """The module's forward as a function of (module, x)."""
-    forward = vars(module).get("forward")
-    if forward is None:
-        return type(module).forward
-    if not isinstance(forward, MethodType) or forward.__self__ is not module:
-        raise RefusedError(
-            f"tiled MLP: the forward of {name} was replaced by {shown(forward)}; expected its own method"
-        )
-    if isinstance(forward.__func__, _TiledForward):
-        raise RefusedError(f"tiled MLP: {name} is tiled already; restore() it first")
-    return forward.__func__
-
-
 @dataclass(frozen=True)
-class _TiledForward:
+class TiledForward:
     """The forward of a tiled module. Bound to it as a method, so a deep copy of the model uses its own weights."""
 
     name: str
     own_forward: Callable[..., Any]
+
+
+def own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
+    """The module's forward as a function of (module, x). RefusedError: it was replaced."""
+    forward = vars(module).get("forward")
+    if forward is None:
+        return type(module).forward
+    if not isinstance(forward, MethodType) or forward.__self__ is not module:
+        raise RefusedError(f"tiles: the forward of {name} was replaced by {shown(forward)}; expected its own method")
+    if isinstance(forward.__func__, TiledForward):
+        raise RefusedError(f"{name} is tiled already; restore() it first")
+    return forward.__func__
+
+
+@dataclass(frozen=True)
+class _TiledMlp(TiledForward):
+    """The forward of an MLP."""
+
     tile_tokens: int
     num_shards: int | None
     use_original_mlp: bool

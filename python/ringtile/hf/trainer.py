@@ -26,6 +26,7 @@ from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.loss_on_shards import LossOnShards
 from ringtile.hf.metrics import LogMetrics
 from ringtile.hf.mlp import install_tiled_mlp
+from ringtile.hf.norm import install_tiled_norm
 from ringtile.hf.offload import OffloadActivations
 from ringtile.hf.parallelism import deepspeed_shards_sequences, only_data_parallel, parallelism_of
 from ringtile.hf.patches import Patches
@@ -109,6 +110,8 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
     base = model.base_model(trainer.model)
     if config.tiled_mlp:
         install_tiled_mlp(base, config, patches)
+    if config.tiled_norm:
+        install_tiled_norm(base, config.tile_tokens, patches)
     if config.tiled_loss:
         install_tiled_loss(base, config, patches)
     if config.activation_offload:
@@ -172,7 +175,7 @@ def _attach_callbacks(trainer: Trainer, config: Config, group: ContextParallelGr
 def _summary(trainer: Trainer, config: Config) -> str:
     """What was enabled, on one line."""
     args, size = trainer.args, config.context_parallel_size
-    on = [key for key in ("tiled_mlp", "tiled_loss", "activation_offload") if getattr(config, key)]
+    on = [key for key in ("tiled_mlp", "tiled_norm", "tiled_loss", "activation_offload") if getattr(config, key)]
     forward = model.base_model(trainer.model).forward
     if config.tiled_loss and "fused_lm_head" in inspect.signature(forward, follow_wrapped=False).parameters:
         on[on.index("tiled_loss")] = "tiled_loss without effect, since TRL's own head runs in tiles"

@@ -102,7 +102,7 @@ def switches(setup: Setup, seq_len: int) -> list[Switch]:
         changes["gradient_checkpointing: true"] = dataclasses.replace(setup, gradient_checkpointing=True)
     elif not config.activation_offload:
         changes["activation_offload: true"] = with_keys(activation_offload=True)
-    for key in ("tiled_loss", "tiled_mlp"):
+    for key in ("tiled_loss", "tiled_mlp", "tiled_norm"):
         if not getattr(config, key):
             changes[f"{key}: true"] = with_keys(**{key: True})
     if config.context_parallel_size < setup.devices:

@@ -37,6 +37,7 @@ from ringtile.hf.layers import mask_of_layer
 from ringtile.hf.loss import install_tiled_loss
 from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.model import INSTEAD, text_modules
+from ringtile.hf.norm import install_tiled_norm
 from ringtile.hf.patches import Patches
 from ringtile.planner import grpo
 from ringtile.planner.adapters import add_lora
@@ -151,6 +152,8 @@ class TrainingStep:
         self._stack.callback(patches.restore)
         if setup.ringtile.tiled_mlp:
             install_tiled_mlp(model, setup.ringtile, patches)
+        if setup.ringtile.tiled_norm:
+            install_tiled_norm(model, setup.ringtile.tile_tokens, patches)
         if setup.grpo is not None:
             grpo.add_log_probs(model, entropy=True)
             if setup.on_gpu:

@@ -46,6 +46,8 @@ tokens = torch.tensor(tokenizer(TEXT).input_ids)
 model.to(device)
 if config.tiled_mlp:
     ringtile.tile_mlps(model, tile_tokens=config.tile_tokens)
+if config.tiled_norm:
+    ringtile.tile_norms(model, tile_tokens=config.tile_tokens)
 loss_of = nn.parallel.DistributedDataParallel(Loss(model))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 rows = tokens[: len(tokens) // SEQ_LEN * SEQ_LEN].view(-1, SEQ_LEN)

@@ -1,0 +1,89 @@
+"""Runs all RMSNorms of a model in tiles: `ringtile.tile_norms` and the Trainer's `tiled_norm: true`.
+
+transformers computes an RMSNorm in float32, step by step. Its backward holds about nine float32 tensors as large as the
+hidden states, which is the peak of a layer whose MLP is tiled. In tiles they are as large as one tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringtile.errors import RefusedError
+from ringtile.hf.mlp import TiledForward, from_liger, own_forward
+from ringtile.hf.patches import Patches
+from ringtile.tiled.mlp import run_tiles
+from ringtile.tiled.tiles import check_tile_tokens, tile_limit
+
+
+def tile_norms(model: nn.Module, tile_tokens: int = 16384) -> Patches:
+    """Makes every RMSNorm of the model run in tiles of tile_tokens tokens; `.restore()` on the result undoes it.
+
+    A norm of heads runs in tiles of as many numbers. Each tile runs the module's own forward, once more in the
+    backward. `find_norms` says which modules are RMSNorms.
+
+    InputError: tile_tokens is below 1. RefusedError: the model has none, or the forward of one was replaced.
+    """
+    patches = Patches()
+    try:
+        install_tiled_norm(model, tile_tokens, patches)
+    except BaseException:
+        patches.restore()
+        raise
+    return patches
+
+
+def install_tiled_norm(model: nn.Module, tile_tokens: int, patches: Patches) -> None:
+    """`tile_norms`, undone by these patches."""
+    check_tile_tokens(tile_tokens)
+    norms = find_norms(model)
+    if not norms:
+        raise RefusedError(
+            f"tiled norm: {type(model).__name__} has no RMSNorm of transformers' kind, which computes in float32; "
+            "torch's own norms and Liger's need no tiles: set tiled_norm: false"
+        )
+    width = max(_width(module) for module in norms.values())
+    for name, module in norms.items():
+        forward = own_forward(name, module)
+        patches.set(module, "forward", MethodType(_TiledNorm(name, forward, tile_tokens * width), module))
+
+
+def find_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """The RMSNorms of a model, by name: modules whose class is called so, with one weight, for the last dim.
+
+    Not torch's own nor Liger's, which are one kernel.
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("RMSNorm")
+        and not isinstance(module, nn.RMSNorm)
+        and not from_liger(module)
+        and _width(module)
+    }
+
+
+def _width(module: nn.Module) -> int:
+    """The size of the only weight, which has one dim; 0: it has others. ZeRO-3 knows the shape of what it has split."""
+    shapes = [getattr(weight, "ds_shape", weight.shape) for weight in module.parameters()]
+    return int(shapes[0][0]) if len(shapes) == 1 and len(shapes[0]) == 1 else 0
+
+
+@dataclass(frozen=True)
+class _TiledNorm(TiledForward):
+    """The forward of a norm."""
+
+    tile_numbers: int
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x = next(iter((*args, *kwargs.values())), None)
+        limit = tile_limit()
+        if limit == 0 or len(args) + len(kwargs) != 1 or not isinstance(x, Tensor) or x.dim() < 2:
+            return self.own_forward(module, *args, **kwargs)
+        rows = max(1, self.tile_numbers // x.size(-1))
+        return run_tiles(module, self.own_forward, x, min(rows, limit or rows), use_original_mlp=True)
