@@ -85,6 +85,7 @@ def test_command_line_is_what_users_script_against() -> None:
             "--tile-tokens",
             "--bf16",
             "--lora-rank",
+            "--load-in-4bit",
             "--optimizer",
             "--offload-optimizer",
             "--completion-tokens",
