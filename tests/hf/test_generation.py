@@ -156,7 +156,7 @@ def train_with_server(config: dict[str, Any] | None, **options: Any) -> tuple[Ru
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_one_rank_asks_the_server_once(world: int) -> None:
     """Two ranks, or two groups of two, and the correction for what the server samples from."""
-    options = {"max_steps": 2, "beta": 0.1, "vllm_importance_sampling_mode": "token_truncate"}
+    options = {"max_steps": 1, "beta": 0.1, "vllm_importance_sampling_mode": "token_truncate"}
     alone = train_with_server(None, **options) if world == 2 else run_ranks(2, train_with_server, None, **options)[0]
     runs = run_ranks(world, train_with_server, CONFIG, group=2, **options)
     assert runs[0][1] == alone[1]
@@ -203,8 +203,8 @@ def train_rewarded(config: dict[str, Any] | None, **options: Any) -> tuple[Any, 
 
 def test_rewards_are_computed_once() -> None:
     """Functions on one rank; a model on each, which scores the rows that it was dealt."""
-    expected, theirs, _ = train_rewarded(None, max_steps=2)
-    runs = run_ranks(3, train_rewarded, {"context_parallel_size": 3}, group=3, max_steps=2)
+    expected, theirs, _ = train_rewarded(None, max_steps=1)
+    runs = run_ranks(3, train_rewarded, {"context_parallel_size": 3}, group=3, max_steps=1)
     assert runs[0][1] == theirs
     assert not any(made for _, made, _ in runs[1:])
     assert [rows[0] for _, _, rows in runs] == [3, 3, 2]
@@ -245,11 +245,14 @@ def test_resumes_in_the_middle(tmp_path: Any) -> None:
         assert_equal(run, expected)
 
 
+BRIEFLY: dict[str, Any] = {"beta": 0.1, "max_steps": 1}  # with a reference model
+
+
 def _by_import(path: str) -> list[dict[str, float]]:
     with mock.patch.dict(os.environ, {"RINGTILE_CONFIG": path}):
         patches = auto.install()
     try:
-        trainer = make_rollouts(group=2, **ALL)
+        trainer = make_rollouts(group=2, **BRIEFLY)
         trainer.train()
         assert trainer._ringtile_session.config.context_parallel_size == 2
         ringtile.restore(trainer)
@@ -263,7 +266,7 @@ def test_an_import_enables_a_trainer_that_is_whole(tmp_path: Any) -> None:
     """TRL's reference model, seeds and logs are made after transformers' Trainer is."""
     path = tmp_path / "ringtile.yaml"
     path.write_text("context_parallel_size: 2\nfirst_batch_check: false\n")
-    expected = train_rollouts(None, **ALL).metrics[:-1]  # without that of the evaluation
+    expected = train_rollouts(None, **BRIEFLY).metrics[:-1]  # without that of the evaluation
     for metrics in run_ranks(2, _by_import, str(path)):
         assert_same(metrics, expected, "metrics")
 
@@ -319,7 +322,7 @@ class Mean(torch.nn.Module):
 
 
 def _mixing() -> tuple[str, int]:
-    trainer = make_rollouts(group=2, **ALL)
+    trainer = make_rollouts(group=2)
     layer = trainer.model.model.layers[1]
     layer.mlp = Mean(layer.mlp)
     return failure_of(trainer), trainer.state.global_step

@@ -187,6 +187,7 @@ RANDOM = [
             f"{place} draws random numbers in its forward pass",
             options,
             functools.partial(drawing, name),
+            long=name in ("starcoder2", "opt"),
         )
         for (name, (_, place)), (how, options) in zip(
             DRAWING.items(),

@@ -42,7 +42,7 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        (2, ALL),
+        pytest.param(2, ALL, marks=LONG),
         (2, GREEDY),
         pytest.param(3, GREEDY, marks=LONG),
         pytest.param(3, ALL, marks=LONG),

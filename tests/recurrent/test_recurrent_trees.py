@@ -228,8 +228,13 @@ LARGE = {"deep": comb(64), "wide": random_tree(4, 420, 4, deepens=0.2)}
 @pytest.mark.parametrize(
     ("layout", "world_size"), [pytest.param("contiguous", 1, marks=pytest.mark.long), ("zigzag", 3)]
 )
-@pytest.mark.parametrize("tree", LARGE)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        *((name, "deep") for name in CASES),
+        *(pytest.param(name, "wide", marks=[pytest.mark.long] * (name != "delta")) for name in CASES),
+    ],
+)
 def test_deep_and_wide_trees(name: str, tree: str, layout: str, world_size: int) -> None:
     """64 nodes deep, and 200 leaves or more."""
     of_row, seq_len = LARGE[tree], sum(LARGE[tree].lengths) + 3
