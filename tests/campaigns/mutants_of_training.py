@@ -219,6 +219,20 @@ MUTANTS = [
         "tests/planner/test_planner_images.py -k planned_as_it_runs",
     ),
     Mutant(
+        "planner: a remembered view is a new tensor",
+        "python/ringtile/planner/memo.py",
+        "        kind = _VIEW",
+        "        kind = _NEW",
+        "tests/planner/test_planner_layers.py -k aliases",
+    ),
+    Mutant(
+        "planner: a weight in 4 bits stays whole",
+        "python/ringtile/planner/four_bit.py",
+        "ctx.weight, ctx.layer = weight, layer",
+        "ctx.weight, ctx.layer, ctx.whole = weight, layer, layer.dequantized(x.dtype)",
+        "tests/planner/test_planner_layers.py -k holds_its_weights_whole",
+    ),
+    Mutant(
         "tower: one group proves a later call",
         "python/ringtile/hf/towers.py",
         "self._proved[self._tower.training] = _Proved(None, None)",

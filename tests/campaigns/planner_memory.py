@@ -1,4 +1,4 @@
-"""`ringtile plan --model` against measured peaks: 49 trainings on CPU ranks, each in fresh processes. By hand:
+"""`ringtile plan --model` against measured peaks: 56 trainings on CPU ranks, each in fresh processes. By hand:
 
     python tests/campaigns/planner_memory.py [--json FILE] [--markdown FILE] [NAME ...]
 
@@ -34,6 +34,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe": {
         **{"model_type": "qwen3_moe", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
         **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+    },
+    "qwen3_next": {
+        **{"model_type": "qwen3_next", "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32},
+        **{"linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_value_head_dim": 32},
+        **{"linear_key_head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256},
+        "shared_expert_intermediate_size": 256,
+    },
+    "bamba": {
+        **{"model_type": "bamba", "num_attention_heads": 8, "num_key_value_heads": 4, "attn_layer_indices": [1]},
+        **{"mamba_n_heads": 8, "mamba_d_head": "auto", "mamba_d_state": 64},
     },
     "qwen3_vl": {"model_type": "qwen3_vl", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
     "gemma3": {"model_type": "gemma3", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32},
@@ -102,6 +112,13 @@ CASES: list[tuple[Any, ...]] = [
     ("ddp", "qwen3_vl", "long", 1024, 2, False, CP | LOSS | {"first_batch_check": False}),
     ("ddp", "qwen3_vl", "long", 1024, 2, True, CP | LOSS | {"first_batch_check": False}),
     ("fsdp2", "qwen3_vl", "long", 1024, 2, False, CP | LOSS | {"first_batch_check": False}),
+    ("single", "qwen3_next", "long", 4096, 1, False, {}),
+    ("single", "bamba", "long", 4096, 1, False, {}),
+    ("single", "bamba", "long", 4096, 4, True, MLP | LOSS),
+    ("ddp", "qwen3_next", "long", 8192, 1, False, CP | LOSS | {"first_batch_check": False}),
+    ("ddp", "bamba", "long", 8192, 1, False, CP | {"first_batch_check": False}),
+    ("fsdp2", "bamba", "long", 8192, 2, True, CP | MLP | LOSS | {"first_batch_check": False}),
+    ("ddp", "bamba", "long", 8192, 1, False, CP | {"context_parallel_scheme": "ulysses", "first_batch_check": False}),
     ("single", "llama+lora8", "wide", 1024, 1, False, {}),
     ("single", "llama+lora8", "long", 4096, 2, True, MLP | LOSS),
     ("fsdp2", "llama+lora8", "wide", 1024, 1, True, CP | {"first_batch_check": False}),

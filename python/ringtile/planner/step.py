@@ -32,7 +32,7 @@ from ringtile.attn.attention import RingAttention
 from ringtile.attn.call import AttentionCall
 from ringtile.errors import RefusedError
 from ringtile.hf import checks, recurrent
-from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.batch import ShardedBatch, active
 from ringtile.hf.layers import mask_of_layer
 from ringtile.hf.loss import install_tiled_loss
 from ringtile.hf.mlp import install_tiled_mlp
@@ -45,6 +45,8 @@ from ringtile.planner.engines import make_engine, silent_ranks
 from ringtile.planner.images import PlannedImages, TowerShare, attend_as_loaded
 from ringtile.planner.live import Live
 from ringtile.planner.setup import Setup
+from ringtile.recurrent import kernels
+from ringtile.recurrent.documents import Documents
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
@@ -98,6 +100,7 @@ class TrainingStep:
         self._offload: _Offload | None = None
         self._reference: PreTrainedModel | None = None
         self._images: PlannedImages | None = None
+        self._is_recurrent = False
         self.num_packed = 0  # numbers of the model that its parameters in 4 bits do not count
 
     def __enter__(self) -> TrainingStep:
@@ -146,10 +149,16 @@ class TrainingStep:
             grpo.check(setup.engine)
         model = self._make_model().train()
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters()) + self.num_packed
-        if setup.images is not None:
-            self._images = PlannedImages(model, setup.images, setup.batch, self._live, setup.on_gpu)
         patches = Patches()
         self._stack.callback(patches.restore)
+        if setup.images is not None:
+            self._images = PlannedImages(model, setup.images, setup.batch, self._live, setup.on_gpu)
+        if recurrent.mixers(text_modules(model)):
+            self._is_recurrent = True
+            recurrent.install(model, patches)
+            patches.set(kernels, "_check_kernel", lambda name, x: None)  # which computes
+            if setup.on_gpu:
+                patches.set(recurrent, "uses_libraries", lambda device: True)  # and so are not given wider numbers
         if setup.ringtile.tiled_mlp:
             install_tiled_mlp(model, setup.ringtile, patches)
         if setup.ringtile.tiled_norm:
@@ -197,8 +206,12 @@ class TrainingStep:
         batch = ShardedBatch(sequence, seq_len, seq_len, zero, zero)
         if self._images is not None:
             self._images.enter(group, size)
+        if self._is_recurrent:
+            facts = Documents(sequence).facts  # of real masks
+            _ = facts.whole, *(facts.windows(before) for before in range(1, kernels.MAX_WIDTH))
         phases: dict[str, dict[str, int]] = {}
-        with self._fake, live, _planning(self), as_on("cuda" if setup.on_gpu else "cpu"):
+        device, mixed = "cuda" if setup.on_gpu else "cpu", batch if self._is_recurrent else None
+        with self._fake, live, _planning(self), as_on(device), active(mixed):
             if setup.grpo is not None and setup.grpo.generation_rows:
                 phases |= self._generate(setup.grpo, layout.seq_len)
             self._batch, kept = batch, None
@@ -335,10 +348,12 @@ def _few_modules() -> Iterator[None]:
 def check(model: PreTrainedModel, setup: Setup) -> None:
     """RefusedError: what ringtile does not train exactly, or what the planner cannot run on fake tensors."""
     name = type(model).__name__
-    if recurrent.mixers(text_modules(model)):
+    if reason := recurrent.unknown(text_modules(model)):
+        raise RefusedError(f"{name}: {reason}, which the planner does not know; measure it with a short training")
+    if recurrent.mixers(text_modules(model)) and (setup.grpo is not None or setup.images is not None):
         raise RefusedError(
-            f"{name} has recurrent layers, which the planner does not know yet; expected a model of attention layers: "
-            f"measure it with a short training, or plan one layer with --recurrent"
+            f"{name} has recurrent layers, with which a GRPO step and images are not planned; expected a step on text: "
+            f"measure it with a short training"
         )
     if setup.load_in_4bit and (setup.engine == "zero3" or setup.grpo is not None):
         raise RefusedError(

@@ -1,0 +1,161 @@
+"""`ringtile plan --model`: layers in 4 bits, recurrent layers, and ops whose answers are remembered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ringtile.cli.tiny_models import tiny_config
+from ringtile.config import Config
+from ringtile.errors import RefusedError
+from ringtile.hf import recurrent
+from ringtile.hf.batch import ShardedBatch, active
+from ringtile.hf.patches import Patches
+from ringtile.planner.grpo import Grpo
+from ringtile.planner.memo import Memo
+from ringtile.planner.setup import Setup
+from ringtile.planner.step import TrainingStep
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.sharded import ShardedSequence
+from test_planner import E, V, config_of, planned
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM
+
+# ---- remembered ops -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model_type", "engine"), [("llama", "fsdp2"), ("qwen3_moe", "ddp"), ("gemma2", "zero3")])
+def test_remembered_answers_change_nothing(model_type: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = Config(context_parallel_size=2, tiled_loss=True, tiled_mlp=model_type != "qwen3_moe", tile_tokens=24)
+    setup = Setup(
+        config_of(model_type), devices=2, engine=engine, ringtile=keys, gradient_checkpointing=True, bf16=True
+    )
+    remembered = [planned(seq_len, setup) for seq_len in (64, 96)]
+    monkeypatch.setattr("ringtile.planner.memo.Memo.run", lambda memo, func, args, kwargs: func(*args, **kwargs))
+    asked = [planned(seq_len, setup) for seq_len in (64, 96)]
+    for one, other in zip(remembered, asked, strict=True):
+        assert (one.phases, one.product_flops) == (other.phases, other.product_flops)
+
+
+def test_a_remembered_op_aliases_what_it_aliased() -> None:
+    """And reads no number, which other tensors of the same shape need not hold."""
+    memo, aten = Memo(), torch.ops.aten
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for x, y in [(torch.empty(4, 6), torch.empty(4, 6)) for _ in range(2)]:
+            parts = memo.run(aten.split.Tensor, (x, 3, 1), {})
+            assert [part.storage_offset() for part in parts] == [0, 3]
+            parts = *parts, memo.run(aten.view.default, (x, [24]), {})
+            assert all(part.untyped_storage()._cdata == x.untyped_storage()._cdata for part in parts)
+            assert memo.run(aten.add_.Tensor, (x, y), {}) is x
+            assert memo.run(aten.add_.Tensor, (x, x), {}) is x
+            made = memo.run(aten.mul.Tensor, (x, 2), {}), memo.run(aten.mul.out, (x, x), {"out": y})
+            assert isinstance(made[0], FakeTensor)
+            assert made[0].untyped_storage()._cdata != x.untyped_storage()._cdata
+            assert made[1] is y
+        counts = [memo.run(aten.mul.Tensor, (torch.ones(2, dtype=torch.int64), n), {}).dtype for n in (2, 2.0)]
+    assert counts == [torch.int64, torch.float32]
+
+
+# ---- 4 bits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_weights_in_4_bits_take_what_bitsandbytes_stores(engine: str) -> None:
+    """By hand, of a layer: half a byte a number, a byte for each 64, 4 for each 16384, and 17 float32 numbers."""
+    config = config_of("qwen3", num_hidden_layers=1, tie_word_embeddings=False, intermediate_size=300)
+    setup = Setup(config, engine=engine, dtype=torch.bfloat16, bf16=True, lora_rank=2, load_in_4bit=True)
+    shapes = [(64, 64), (32, 64), (32, 64), (64, 64), (300, 64), (300, 64), (64, 300)]
+    packed, states = sum(f * e // 2 for f, e in shapes), 0
+    for blocks, outer in [(64, 1), (32, 1), (32, 1), (64, 1), (300, 2), (300, 2), (300, 2)]:
+        states += blocks + 4 * outer + 4 * 17
+    kept = 2 * (2 * V * E + 3 * E + 2 * 16)  # head, embeddings, norms
+    trained = sum(2 * (f + e) for f, e in shapes)
+    with TrainingStep(setup) as step:
+        parts = step.run(32).parts
+        assert step.num_parameters == sum(f * e for f, e in shapes) + kept // 2 + trained
+    assert parts["weights"] == packed + states + kept + 4 * trained
+    assert parts["optimizer"] == pytest.approx(8 * trained, rel=0.01)
+
+
+def test_weights_in_4_bits_take_what_a_published_file_has() -> None:
+    """Llama 3 8B in nf4 with double quantization, its embeddings and head in bfloat16: 5.70 GB on the hub."""
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    setup = Setup(config_of(**sizes, **heads), dtype=torch.bfloat16, lora_rank=1, load_in_4bit=True, optimizer="sgd")
+    with TrainingStep(setup) as step:
+        adapters = sum(parameter.nbytes for parameter in step._engine.parameters)
+        assert (step._live.parts["weights"] - adapters) / 1e9 == pytest.approx(5.70, abs=0.005)
+
+
+def test_a_grpo_step_of_recurrent_layers_is_refused() -> None:
+    with pytest.raises(RefusedError, match="recurrent layers, with which a GRPO step"):
+        planned(64, Setup(tiny_config("bamba"), grpo=Grpo(8, 1, False)))
+
+
+@pytest.mark.parametrize("keys", [{"engine": "zero3"}, {"grpo": Grpo(8, 1, False)}])
+def test_what_is_not_planned_in_4_bits_is_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(RefusedError, match="4 bits are not planned"):
+        planned(64, Setup(config_of(), **keys, lora_rank=2, load_in_4bit=True))
+
+
+def test_a_layer_in_4_bits_holds_its_weights_whole_only_while_it_multiplies() -> None:
+    """Of a wide layer and few tokens, the peak is one dequantized weight and its blocks' maxima."""
+    config = config_of(num_hidden_layers=1, hidden_size=512, intermediate_size=4096, vocab_size=64)
+    setup = Setup(config, dtype=torch.bfloat16, lora_rank=1, load_in_4bit=True, optimizer="sgd")
+    parts = planned(2, setup).parts
+    whole = 4096 * 512 * 2 + 4096 * 512 // 64 * 4
+    assert whole < parts["activations"] < 1.05 * whole
+
+
+# ---- recurrent layers -----------------------------------------------------------------------------
+
+
+_MORE = ("mamba", "lfm2", "olmo_hybrid", "falcon_h1", "zamba2", "qwen3_5_text")
+
+
+@pytest.mark.parametrize("model_type", ["bamba", *(pytest.param(name, marks=pytest.mark.long) for name in _MORE)])
+def test_recurrent_layers_save_what_autograd_really_saves(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, as ringtile's own recurrences compute on one rank; documents are numbered in int32, not counted."""
+    config, seq_len = tiny_config(model_type), 130
+    real = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    ids = torch.randint(3, config.vocab_size, (1, seq_len))
+    kept = {x.untyped_storage().data_ptr() for x in (*real.parameters(), *real.buffers(), ids)}
+    sequence = ShardedSequence.of(IntervalMask.causal(seq_len), Layout.contiguous(seq_len, 1), None)
+    batch = ShardedBatch(sequence, seq_len, seq_len, None, torch.arange(seq_len))
+    patches, saved = Patches(), dict[int, tuple[int, Tensor]]()
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if x.dtype != torch.int32 and storage.data_ptr() not in kept:
+            saved.setdefault(storage.data_ptr(), (storage.nbytes(), x))
+        return x
+
+    try:
+        recurrent.install(real, patches)
+        with active(batch), saved_tensors_hooks(pack, lambda x: x):
+            loss = real(input_ids=ids, labels=ids, use_cache=False).loss
+    finally:
+        patches.restore()
+    between: list[int] = []
+    with TrainingStep(Setup(config)) as step:
+
+        def look() -> None:
+            parts = step._live.parts
+            between.append(sum(parts[name] for name in ("activations", "attention", "logits")))
+
+        monkeypatch.setattr(step._engine, "before_backward", look)
+        step.run(seq_len)
+    assert between == [sum(num_bytes for num_bytes, _ in saved.values()) + loss.nbytes]
+
+
+@pytest.mark.parametrize("scheme", ["ring", "ulysses"])
+def test_recurrent_layers_over_ranks_hold_their_tokens_only(scheme: str) -> None:
+    config = tiny_config("bamba")
+    keys: dict[str, Any] = {"context_parallel_size": 2, "context_parallel_scheme": scheme}
+    alone, shared = planned(512, Setup(config)), planned(512, Setup(config, devices=2, ringtile=Config(**keys)))
+    assert shared.parts["logits"] == alone.parts["logits"] / 2
+    assert shared.parts["activations"] == pytest.approx(alone.parts["activations"] / 2, rel=0.05)
