@@ -78,7 +78,7 @@ RAW = (
         "'",
         '"',
     ),
-    *("[" * 2000, "{" * 500, "[" * 60 + "]" * 60, "? a", "|", ">", "%", "@x", "`x`", "\t", "{a: 1, a: 2}", '"\\ud800"'),
+    *("[" * 1200, "{" * 500, "[" * 60 + "]" * 60, "? a", "|", ">", "%", "@x", "`x`", "\t", "{a: 1, a: 2}", '"\\ud800"'),
     *(
         '"\\0"',
         "<<: x",
@@ -107,7 +107,7 @@ ODD = {
     "alias bomb in training": _TINY + "  run_name:\n" + "".join(f"    {line}\n" for line in BOMB.splitlines()),
     "deep": "a: " * 3000,
     "deep lists": "- " * 5000,
-    "deep flow": "a: " + "[" * 10_000,
+    "deep flow": "a: " + "[" * 1_200,
     "two documents": _TINY + "---\n" + _TINY,
     "directive": "%YAML 9.9\n---\n" + _TINY,
     "UTF-16": "\ufeff" + _TINY,
