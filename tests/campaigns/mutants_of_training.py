@@ -226,6 +226,13 @@ MUTANTS = [
         "tests/planner/test_planner_layers.py -k aliases",
     ),
     Mutant(
+        "planner: tiles that keep something are left out",
+        "python/ringtile/planner/live.py",
+        "if self.parts == before and skipped > 0:",
+        "if i > 0 and skipped > 0:",
+        "tests/planner/test_planner_layers.py -k leave_nothing_behind",
+    ),
+    Mutant(
         "planner: a weight in 4 bits stays whole",
         "python/ringtile/planner/four_bit.py",
         "ctx.weight, ctx.layer = weight, layer",

@@ -13,12 +13,14 @@ from ringtile.hf import recurrent
 from ringtile.hf.batch import ShardedBatch, active
 from ringtile.hf.patches import Patches
 from ringtile.planner.grpo import Grpo
+from ringtile.planner.live import Live
 from ringtile.planner.memo import Memo
 from ringtile.planner.setup import Setup
 from ringtile.planner.step import TrainingStep
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
+from ringtile.tiled.tiles import tiles
 from test_planner import E, V, config_of, planned
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -29,16 +31,30 @@ from transformers import AutoModelForCausalLM
 
 
 @pytest.mark.parametrize(("model_type", "engine"), [("llama", "fsdp2"), ("qwen3_moe", "ddp"), ("gemma2", "zero3")])
-def test_remembered_answers_change_nothing(model_type: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = Config(context_parallel_size=2, tiled_loss=True, tiled_mlp=model_type != "qwen3_moe", tile_tokens=24)
-    setup = Setup(
-        config_of(model_type), devices=2, engine=engine, ringtile=keys, gradient_checkpointing=True, bf16=True
-    )
+def test_what_is_not_run_again_changes_nothing(model_type: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = Config(context_parallel_size=2, tiled_loss=True, tiled_mlp=True, tiled_norm=True, tile_tokens=7)
+    config = config_of(model_type, output_router_logits=True) if "moe" in model_type else config_of(model_type)
+    setup = Setup(config, 2, engine, keys, gradient_checkpointing=engine != "ddp", bf16=True)
     remembered = [planned(seq_len, setup) for seq_len in (64, 96)]
     monkeypatch.setattr("ringtile.planner.memo.Memo.run", lambda memo, func, args, kwargs: func(*args, **kwargs))
+    monkeypatch.setattr("ringtile.planner.live.Live.tiles", lambda live, *sizes: tiles(*sizes))
     asked = [planned(seq_len, setup) for seq_len in (64, 96)]
     for one, other in zip(remembered, asked, strict=True):
         assert (one.phases, one.product_flops) == (other.phases, other.product_flops)
+
+
+def test_tiles_are_left_out_where_they_leave_nothing_behind() -> None:
+    live = Live(V, over_gloo=False)
+    with FakeTensorMode(), live:
+        weight, kept, run = torch.empty(3, 5), list[Tensor](), list[slice]()
+        for tile in live.tiles(11, 2):
+            run.append(tile)
+            torch.empty(tile.stop - tile.start, 3) @ weight
+        assert run == [slice(0, 2), slice(2, 4), slice(10, 11)]
+        assert live.flops == 2 * 11 * 3 * 5
+        for tile in live.tiles(11, 2):
+            kept.append(torch.empty(tile.stop - tile.start))
+    assert sum(x.numel() for x in kept) == 11
 
 
 def test_a_remembered_op_aliases_what_it_aliased() -> None:

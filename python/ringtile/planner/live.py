@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ringtile.planner.memo import Memo
+from ringtile.tiled.tiles import tiles
 
 PARTS = (
     *("weights", "gradients", "optimizer", "reference", "activations", "attention", "tower", "logits", "kv cache"),
@@ -106,6 +107,19 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore(self, x: Tensor) -> None:
         """Does not count the storage of a tensor, nor of its views."""
         self._storages[x.untyped_storage()] = _Storage(0, "weights")
+
+    def tiles(self, num_tokens: int, tile_tokens: int) -> Iterator[slice]:
+        """Those of tiled/tiles.py but for tiles that follow one which has left all storages as the tile before it did:
+        they would do as that one, and only the last, which may be shorter, runs."""
+        ranges, before, i = list(tiles(num_tokens, tile_tokens)), dict[str, int](), 0
+        while i < len(ranges):
+            flops = self.flops
+            yield ranges[i]
+            skipped = len(ranges) - 2 - i
+            if self.parts == before and skipped > 0:
+                self.flops += skipped * (self.flops - flops)
+                i = len(ranges) - 2
+            before, i = dict(self.parts), i + 1
 
     def finish(self) -> dict[str, int]:
         """The parts at the peak, which is their sum."""

@@ -51,6 +51,7 @@ from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
+from ringtile.tiled import glu, loss, mlp, weight_grad
 from ringtile.tiled.offload import hooks_of
 from ringtile.tiled.tiles import as_on
 from ringtile.transport.loopback import Hall, LoopbackGroup, LoopbackTransport
@@ -151,6 +152,8 @@ class TrainingStep:
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters()) + self.num_packed
         patches = Patches()
         self._stack.callback(patches.restore)
+        for module in (glu, loss, mlp, weight_grad):
+            patches.set(module, "tiles", self._live.tiles)
         if setup.images is not None:
             self._images = PlannedImages(model, setup.images, setup.batch, self._live, setup.on_gpu)
         if recurrent.mixers(text_modules(model)):
