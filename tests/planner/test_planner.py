@@ -253,6 +253,8 @@ def test_memory_that_no_sequence_fits(folder: str, capsys: pytest.CaptureFixture
     assert "no sequence fits, however short; the largest part here: " in said
     assert "of optimizer" in said
     assert "tiled_loss: true" in said
+    for remedy in ("2 devices, context_parallel_size: 2 ", "--lora-rank 16  ", "--lora-rank 16 --load-in-4bit  "):
+        assert f"  {remedy}" in said
     assert "saves -" not in said
 
 

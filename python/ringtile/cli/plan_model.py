@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> Outcome:
                     f"least as many"
                 )
             fits = None if memory is None else longest(step, memory, at_peak)
-        found = [] if args.no_switches else switches(setup, seq_len)
+        found = [] if args.no_switches else switches(setup, seq_len, memory is None or at_peak.total <= memory)
     print(
         f"{name}: {num_parameters / 1e9:.3f} G parameters in {_name_of(setup.dtype)}"
         f"{', linear layers in 4 bits' if setup.load_in_4bit else ''}"
@@ -159,14 +159,15 @@ def run(args: argparse.Namespace) -> Outcome:
         report |= {"memory": memory, "fits": at_peak.total <= memory, "longest": fits.seq_len}
     if not args.no_switches:
         report["switches"] = [switch._asdict() for switch in found]
-        print("\nWith one more switch:")
+        print("\nWith one more switch:" if found else "\nNo switch is left.")
+        width = max((28, *(len(switch.key) for switch in found)))
         for switch in found:
             told = f"refused: {switch.refused}"
             if switch.total is not None:
                 saved = at_peak.total - switch.total
                 told = f"{bytes_text(switch.total)}, {'saves' if saved >= 0 else 'needs'} {bytes_text(abs(saved))}"
                 told += "" if saved >= 0 else " more"
-            print(f"  {switch.key:28} {told}")
+            print(f"  {switch.key:{width}} {told}")
     if rates is not None:
         seconds = step_seconds(setup, at_peak, rates, hosts)
         print(

@@ -90,8 +90,11 @@ def _meets(shorter: StepMemory, longer: StepMemory, memory: int) -> int:
     return shorter.seq_len + int((memory - shorter.total) / slope)
 
 
-def switches(setup: Setup, seq_len: int) -> list[Switch]:
-    """The peak with each key that is off turned on, and with each other engine that shards more."""
+def switches(setup: Setup, seq_len: int, fits: bool = True) -> list[Switch]:
+    """The peak with each key that is off turned on, and with each other engine that shards more.
+
+    What does not fit is also planned with twice the ranks, and with adapters, on weights in 4 bits too.
+    """
     config = setup.ringtile
     changes: dict[str, Setup] = {}
 
@@ -113,6 +116,17 @@ def switches(setup: Setup, seq_len: int) -> list[Switch]:
                 changes[f"--engine {engine}"] = dataclasses.replace(setup, engine=engine)
     if setup.engine.startswith("zero") and not setup.offload_optimizer:
         changes["offload_optimizer: {device: cpu}"] = dataclasses.replace(setup, offload_optimizer=True)
+    if not fits and setup.grpo is None:
+        size, rank = 2 * config.context_parallel_size, setup.lora_rank or 16
+        changes[f"{2 * setup.devices} devices, context_parallel_size: {size}"] = dataclasses.replace(
+            with_keys(context_parallel_size=size), devices=2 * setup.devices
+        )
+        if not setup.lora_rank:
+            changes[f"--lora-rank {rank}"] = dataclasses.replace(setup, lora_rank=rank)
+        if not setup.load_in_4bit:
+            changes[f"--lora-rank {rank} --load-in-4bit"] = dataclasses.replace(
+                setup, lora_rank=rank, load_in_4bit=True
+            )
     return [_tried(key, changed, seq_len) for key, changed in changes.items()]
 
 
