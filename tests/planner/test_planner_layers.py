@@ -30,7 +30,14 @@ from transformers import AutoModelForCausalLM
 # ---- remembered ops -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model_type", "engine"), [("llama", "fsdp2"), ("qwen3_moe", "ddp"), ("gemma2", "zero3")])
+@pytest.mark.parametrize(
+    ("model_type", "engine"),
+    [
+        ("llama", "fsdp2"),
+        pytest.param("qwen3_moe", "ddp", marks=pytest.mark.long),
+        pytest.param("gemma2", "zero3", marks=pytest.mark.long),
+    ],
+)
 def test_what_is_not_run_again_changes_nothing(model_type: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = Config(context_parallel_size=2, tiled_loss=True, tiled_mlp=True, tiled_norm=True, tile_tokens=7)
     config = config_of(model_type, output_router_logits=True) if "moe" in model_type else config_of(model_type)

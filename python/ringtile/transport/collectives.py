@@ -97,8 +97,7 @@ def _all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group
     runs = _runs_of_ranks("unshard", layout, seq_len, transport)
     num_local = int(runs[transport.rank][:, 3].sum())
     with _call("unshard", local, dim, num_local, layout, transport):
-        # An empty tensor is contiguous whatever its strides, by which its bytes could not be viewed.
-        local = local.contiguous() if local.numel() else _resized(local, dim, num_local)
+        local = local.contiguous()
         peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
         shards = {peer: _resized(local, dim, int(runs[peer][:, 3].sum())) for peer in peers}
         _exchange("unshard", transport, dict.fromkeys(peers, local), shards)
