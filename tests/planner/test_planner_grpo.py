@@ -190,12 +190,11 @@ def test_phases_are_printed_drawn_and_written(
 ) -> None:
     picture, written = tmp_path / "plan.png", tmp_path / "plan.json"
     options = ["--seq-len", "1K", "--completion-tokens", "256", "--generation-rows", "4", "--reference-model"]
-    options += ["--devices", "2", "--memory", "1GiB", "--plot", str(picture), "--json", str(written)]
+    options += ["--devices", "2", "--memory", "1GiB", "--no-switches", "--plot", str(picture), "--json", str(written)]
     assert main(["plan", "--model", folder, *options]) == 0
     printed = capsys.readouterr().out
     assert "GRPO: 256 tokens of a row are generated, 4 rows at once by the ranks that share a sequence" in printed
     assert "prefill     decode  log-probs      train GiB" in printed
-    assert "--engine zero3               refused: a GRPO step is not planned under zero3" in printed
     assert picture.stat().st_size > 1000
     report = json.loads(written.read_text())
     sums = {name: sum(parts.values()) for name, parts in report["phases"].items()}
