@@ -92,7 +92,8 @@ def _of_runs(
     """Views of the tokens of each run in both tensors. RuntimeError: they do not fit."""
     for name, x in (("global tensor", whole), ("local tensor", local)):
         _require(isinstance(x, Tensor), f"{op}: {name} is a {type(x).__name__}, expected a tensor")
-    _require(0 <= dim < whole.dim(), f"{op}: dim {dim} is not a dimension of shape {tuple(whole.shape)}")
+    known = isinstance(dim, int) and 0 <= dim < whole.dim()
+    _require(known, f"{op}: dim {dim} is not a dimension of shape {tuple(whole.shape)}")
     shape = (*whole.shape[:dim], *local.shape[dim : dim + 1], *whole.shape[dim + 1 :])
     _check_one(op, "local tensor", local, shape, whole.dtype, whole.device)
     _check_written(op, written)

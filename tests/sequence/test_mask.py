@@ -162,6 +162,8 @@ def test_mask_does_not_change_with_the_tensors_it_was_made_of() -> None:
 
 ROW = torch.zeros(1, 4, dtype=torch.int32)
 REFUSALS = {
+    "begin missing": (lambda: IntervalMask(None, ROW), "begin is a NoneType; expected a tensor"),
+    "end missing": (lambda: IntervalMask(ROW, None, ROW, ROW), "end is a NoneType; expected a tensor"),
     "begin dtype": (lambda: IntervalMask(ROW.long(), ROW), "begin is torch.int64 .* expected int32"),
     "end shape": (lambda: IntervalMask(ROW, ROW[0]), r"end is torch.int32 \(4,\) .* expected int32 \(B or 1, S\)"),
     "begin empty": (lambda: IntervalMask(ROW[:, :0], ROW[:, :0]), "not empty"),

@@ -86,8 +86,9 @@ class IntervalMask:
 
     def _bounds(self) -> list[tuple[str, Tensor]]:
         """The tensors that there are, by name."""
-        every = ("begin", self.begin), ("end", self.end), ("key_begin", self.key_begin), ("key_end", self.key_end)
-        return [(name, bound) for name, bound in every if bound is not None]
+        of_keys = ("key_begin", self.key_begin), ("key_end", self.key_end)
+        given = [(name, bound) for name, bound in of_keys if bound is not None]
+        return [("begin", self.begin), ("end", self.end), *given]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
