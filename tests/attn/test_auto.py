@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,21 @@ def test_resolved_schemes_equal_one_rank_and_send_what_is_planned(scheme: str) -
         assert_close(result, expected, FLOAT64_TOLERANCE)
         of_schemes = [run_scheme(p, MASKS[mask], layout, name)[1] for name in auto.candidates((0, 0, 0))]
         assert sent in (of_schemes if scheme == "auto" else of_schemes[-1:])
+
+
+def test_tensors_that_require_gradients_are_measured() -> None:
+    """As in a training; over four ranks two kv heads are shared, so that keys and values are messages of their own."""
+
+    def gradients(group: LoopbackGroup, scheme: str) -> list[torch.Tensor]:
+        p = problem(1, SEQ_LEN, 4, 2, 8, 8)
+        sequence = ShardedSequence(MASKS["causal"], Layout.zigzag(SEQ_LEN, 4), group, scheme=scheme)
+        q, k, v = (sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v))
+        out = ring_attention(q, k, v, sequence)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
+
+    of_auto, of_ring = (LoopbackWorld(4).run(functools.partial(gradients, scheme=name)) for name in ("auto", "ring"))
+    for ours, expected in zip(of_auto, of_ring, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_auto_and_another_scheme_are_told_apart() -> None:

@@ -445,4 +445,11 @@ MUTANTS = [
         "                sums.sum_of(index).copy_(grad)",
         "tests/hf/test_hf_norm.py -k every",
     ),
+    Mutant(
+        "auto: candidates are measured while a graph is recorded",
+        "python/ringtile/attn/auto.py",
+        "@torch.no_grad()",
+        "@torch.enable_grad()",
+        "tests/attn/test_auto.py -k gradients_are",
+    ),
 ]

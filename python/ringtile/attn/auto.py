@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 
+import torch
 from torch import Tensor
 
 from ringtile.attn import choose, ulysses
@@ -63,6 +64,7 @@ def usp_of_hosts(hosts: tuple[int, ...]) -> str:
     return f"usp:{within[-1]}"
 
 
+@torch.no_grad()  # as inside an autograd function, where a call runs: no graph is recorded, nor its time measured
 def _found(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> str:
     sequence, transport = call.sequence, call.sequence.transport
     if transport.world_size == 1:
