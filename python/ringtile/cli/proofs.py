@@ -53,8 +53,8 @@ def prove_ops(model: PreTrainedModel, config: Config, group: dist.ProcessGroup |
         name, mlp = next(iter(mlps.items()))
         tile_tokens, own = config.tile_tokens, config.tiled_mlp_use_original_mlp
         proofs.append(_tiled(f"tiled MLP, {name}", mlp, text.hidden_size, tile_tokens, own))
-    if config.tiled_norm:
-        name, norm = next(iter(find_norms(model).items()))
+    if config.tiled_norm and (norms := find_norms(model)):
+        name, norm = next(iter(norms.items()))
         (weight,) = norm.parameters()
         proofs.append(_tiled(f"tiled norm, {name}", norm, weight.numel(), config.tile_tokens, True))
     if config.tiled_loss:

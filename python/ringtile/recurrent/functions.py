@@ -83,8 +83,8 @@ def causal_conv1d(
       of whose paths from a root is one, and runs of neighboring tokens; inside `context_parallel` its own, if none is
       given.
 
-    Returns y (B, N, C) of x's dtype, computed in float32 (float64 for
-    float64). Padding, the tokens that do not attend themselves, has output and gradient 0. Differentiable once.
+    Returns y (B, N, C) of x's dtype, computed in float32 (float64 for float64). Padding, the tokens that do not attend
+    themselves, has output and gradient 0. Differentiable once.
 
     Raises InputError, RefusedError (another mask or layout), RingMismatchError, PeerLostError.
     """
