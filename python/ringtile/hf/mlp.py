@@ -33,13 +33,7 @@ def tile_mlps(
     in parts, or the forward of one was replaced by something that cannot be called per tile. ConfigError: Liger has
     patched an MLP and use_original_mlp is false.
     """
-    patches = Patches()
-    try:
-        _tile_mlps(model, tile_tokens, num_shards, use_original_mlp, patches)
-    except BaseException:
-        patches.restore()
-        raise
-    return patches
+    return Patches.of(lambda patches: _tile_mlps(model, tile_tokens, num_shards, use_original_mlp, patches))
 
 
 def install_tiled_mlp(model: nn.Module, config: Config, patches: Patches) -> None:

@@ -28,13 +28,7 @@ def tile_norms(model: nn.Module, tile_tokens: int = 16384) -> Patches:
 
     InputError: tile_tokens is below 1. RefusedError: the model has none, or the forward of one was replaced.
     """
-    patches = Patches()
-    try:
-        install_tiled_norm(model, tile_tokens, patches)
-    except BaseException:
-        patches.restore()
-        raise
-    return patches
+    return Patches.of(lambda patches: install_tiled_norm(model, tile_tokens, patches))
 
 
 def install_tiled_norm(model: nn.Module, tile_tokens: int, patches: Patches) -> None:

@@ -23,6 +23,17 @@ class Patches:
         self._entries: list[tuple[object, str]] = []
         _records.add(self)
 
+    @classmethod
+    def of(cls, install: Callable[[Patches], None]) -> Patches:
+        """What install replaces; if it raises, all of that is put back."""
+        patches = cls()
+        try:
+            install(patches)
+        except BaseException:
+            patches.restore()
+            raise
+        return patches
+
     @property
     def entries(self) -> tuple[tuple[object, str], ...]:
         """(owner, attribute name) of every replacement in force, oldest first."""

@@ -74,12 +74,7 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
                 f"ringtile.restore(trainer) first to change it"
             )
         return enabled.patches
-    patches = Patches()
-    try:
-        _install(trainer, config, patches)
-    except BaseException:
-        patches.restore()
-        raise
+    patches = Patches.of(lambda patches: _install(trainer, config, patches))
     if trainer.args.process_index == 0:
         _log(_summary(trainer, config))
     return patches
