@@ -343,3 +343,42 @@ def test_transformers_habits_that_depend_on_the_local_length_are_refused() -> No
     for rank in run_ranks(2, refusals):
         for part, message in zip(REFUSED, rank, strict=True):
             assert part in message
+
+
+# ---- a loss of transformers' own ----------------------------------------------------------------
+
+
+def _labelled(given: str, targets: Tensor) -> list[float]:
+    """The loss that a model returns inside the block, on each rank."""
+    ids, _, positions = batch(packed=False)
+    model: Any = tiny_model().double()
+
+    def on_rank(group: LoopbackGroup) -> float:
+        tensors = [ids.clone(), targets.clone(), positions.clone()]
+        with context_parallel(group, buffers=tensors, buffer_seq_dims=[1] * 3):
+            more: dict[str, Any] = {"labels": tensors[1]}
+            if given != "labels":
+                more["shift_labels"] = tensors[1]
+            if given == "count":
+                more["num_items_in_batch"] = targets.ne(-100).sum() / 2
+            return float(model(input_ids=tensors[0], position_ids=tensors[2], **more).loss)
+
+    return LoopbackWorld(2).run(on_rank)
+
+
+@pytest.mark.parametrize(("given", "ignored"), [("shift_labels", [0, 8, 9, 31]), ("count", [*range(20), 31])])
+def test_labels_inside_the_block_are_exact_with_a_count(given: str, ignored: list[int]) -> None:
+    """As many targets on both ranks, or their number."""
+    ids, targets, positions = batch(packed=False)
+    targets[:, ignored] = -100
+    logits = tiny_model().double()(input_ids=ids, position_ids=positions).logits
+    expected = float(F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()))
+    assert sum(_labelled(given, targets)) / 2 == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("given", ["labels", "shift_labels"])
+def test_labels_inside_the_block_are_refused(given: str) -> None:
+    targets = batch(packed=False)[1]
+    targets[:, :20] = -100
+    with pytest.raises(RefusedError, match=r"the model was given labels, whose loss (shifts|averages)"):
+        _labelled(given, targets)

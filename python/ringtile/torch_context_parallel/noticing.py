@@ -3,8 +3,8 @@
 Attention must come as scaled_dot_product_attention or flex_attention to run as a ring. Other ways to it would silently
 attend this rank's tokens only. Noticed are: softmax of scores that a product of two activations gave (eager attention),
 PyTorch's fused kernels by their own names, convolutions along the tokens, dropout, a window that the calling function
-knows of and attention does not, and what transformers derives from the number of local tokens. Nothing is noticed in a
-compiled graph.
+knows of and attention does not, what transformers derives from the number of local tokens, and its losses. Nothing is
+noticed in a compiled graph.
 
 Shape letters: B batch, S global tokens, N local tokens, W ranks.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +70,8 @@ class Noticing:
             return self._position_steps(args[0] if args else kwargs["input"])
         elif func is torch.arange and _module_of(caller := caller_of(2)).startswith("transformers.models."):
             self._check_positions_are_given(caller)
+        elif func in (F.pad, F.cross_entropy) and _module_of(_user_of(caller_of(2))) == "transformers.loss.loss_utils":
+            self._check_loss(func, *args, **kwargs)
         elif isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             self._check_kernel(str(func))
         return None
@@ -198,6 +200,37 @@ class Noticing:
                 )
             )
 
+    def _check_loss(self, func: Callable[..., Any], input: Tensor, target: Any, **kwargs: Any) -> None:
+        """transformers' own loss shifts the labels of a shard, or averages over the targets of a shard."""
+        if self._world_size == 1 or (func is F.cross_entropy and self._has_equal_counts(target, kwargs)):
+            return
+        got = "shifts its labels" if func is F.pad else "averages over targets, of which ranks have different numbers,"
+        raise self._told(
+            RefusedError(
+                f"the model was given labels, whose loss {got} within a shard; expected shift_labels, shifted before "
+                "the block and among its buffers, with num_items_in_batch, the number of targets of the whole batch "
+                "over the number of ranks that are averaged, or a loss of your own from the model's logits"
+            )
+        )
+
+    def _has_equal_counts(self, target: Tensor, options: Mapping[str, Any]) -> bool:
+        """Whether a sum, or a mean of which each rank has as many targets as another."""
+        if options.get("reduction", "mean") != "mean":
+            return True
+        sequence = self._scope.sequence
+        if sequence is None:
+            return False
+        layout = sequence.layout
+        for buffer in self._buffers:
+            if buffer.local.data_ptr() == target.data_ptr() and buffer.local.numel() == target.numel():
+                is_target = buffer.full.movedim(buffer.seq_dim, 0) != options.get("ignore_index", -100)
+                counts = {
+                    int(is_target[layout.positions(rank).to(is_target.device)].sum())
+                    for rank in range(layout.world_size)
+                }
+                return len(counts) == 1
+        return False
+
     def _told(self, error: RefusedError | InputError) -> RefusedError | InputError:
         return self._scope.told(error)
 
@@ -216,6 +249,13 @@ def caller_of(depth: int) -> types.FrameType:
     """The frame that called a torch function, below the handlers of function modes; depth: of the handler itself."""
     frame = sys._getframe(depth + 1)
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _user_of(frame: types.FrameType) -> types.FrameType:
+    """The frame that called a function of torch's that is written in Python."""
+    while _module_of(frame).startswith("torch.") and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
