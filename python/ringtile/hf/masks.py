@@ -53,11 +53,12 @@ def mask_of_batch(
     inputs, _ = read(inputs)
     mask = IntervalMask.causal(seq_len) if causal else IntervalMask.full(seq_len)
     attention_mask, position_ids = inputs.get("attention_mask"), documents_of(inputs.get("position_ids"))
+    cu_seq_lens = _cu_seq_lens(inputs)
     if attention_mask is not None:
-        mask = mask & _of_attention_mask(attention_mask, position_ids, batch_size, seq_len, causal)
+        begins = _begins(cu_seq_lens, inputs.get("seq_idx"), seq_len)
+        mask = mask & _of_attention_mask(attention_mask, position_ids, begins, batch_size, seq_len, causal)
     elif position_ids is not None and positions_separate:
         mask = mask & IntervalMask.from_position_ids(position_ids, causal)
-    cu_seq_lens = _cu_seq_lens(inputs)
     if cu_seq_lens is not None:
         if batch_size != 1:
             raise InputError(f"cu_seq_lens with {batch_size} rows; expected one row that holds all documents")
@@ -101,8 +102,22 @@ def first_tokens(attention_mask: Tensor | None) -> tuple[int, ...]:
     return tuple(padding) if len({*padding}) > 1 else (padding[0],)
 
 
+def _begins(cu_seq_lens: Tensor | None, seq_idx: Tensor | None, seq_len: int) -> Tensor:
+    """bool (B or 1, S - 1): the tokens behind the first with which a document begins, by what names documents."""
+    begins = torch.zeros(1, max(seq_len - 1, 0), dtype=torch.bool)
+    if cu_seq_lens is not None:
+        inner = cu_seq_lens.flatten().long()
+        begins[0, inner[(inner > 0) & (inner < seq_len)] - 1] = True
+    return begins if seq_idx is None else begins | (seq_idx.diff(dim=1) != 0)
+
+
 def _of_attention_mask(
-    attention_mask: Tensor, position_ids: Tensor | None, batch_size: int, seq_len: int, causal: bool
+    attention_mask: Tensor,
+    position_ids: Tensor | None,
+    begins: Tensor,
+    batch_size: int,
+    seq_len: int,
+    causal: bool,
 ) -> IntervalMask:
     if attention_mask.dim() != 2:
         raise RefusedError(
@@ -115,7 +130,7 @@ def _of_attention_mask(
     if position_ids is not None and seq_len > 1:
         restarts = position_ids.diff(dim=1) != 1
         same_document = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0)
-        if bool((restarts & same_document).any()):
+        if bool((restarts & same_document & ~begins).any()):
             raise RefusedError(
                 "position_ids restart where attention_mask does not start a document, and transformers' backends "
                 "disagree on whether that separates documents. Remove attention_mask to pack documents, or give "
