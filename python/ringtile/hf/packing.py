@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -40,9 +41,11 @@ class Packing:
         rows = [TEXT_ROWS[name] for name in _classes(model) if name in TEXT_ROWS]
         self.takes_rows, self._makes_text_row = bool(rows), any(rows)  # position_ids (3 or 4, B, S)
         self._said: set[str] = set()
+        self._left_checked = False
 
     def check(self, inputs: Mapping[str, Any]) -> None:
         """Says what becomes of the documents of a batch that will be sharded. RefusedError: it is not known."""
+        self._check_left_padding(inputs.get("attention_mask"), inputs.get("labels"))
         if not positions_restart(inputs):
             return
         self._say_chunks()
@@ -50,6 +53,20 @@ class Packing:
             self._say_transformers_joins(inputs)
         elif positions_alone_separate(inputs):
             self._say_joined()
+
+    def _check_left_padding(self, attention_mask: Any, labels: Any) -> None:
+        """Warns of targets that a token of padding predicts: what it sees is in no implementation the same."""
+        if self._left_checked or not self._causal or not isinstance(attention_mask, Tensor) or labels is None:
+            return
+        begins = attention_mask.ne(0).to(torch.int8).argmax(1) if attention_mask.dim() == 2 else attention_mask[:0]
+        padded = begins.nonzero().flatten()
+        self._left_checked = bool(len(padded))
+        if self._left_checked and bool((labels[padded, begins[padded]] != -100).any()):
+            self._say(
+                "the first token of a row that is padded on the left keeps its label, which the padding before it "
+                "predicts: every implementation of attention computes another loss of it. Set that label to -100 in "
+                "your data collator, as for a row without padding, whose first token nothing predicts"
+            )
 
     def install_alone(self, wrapped: nn.Module, patches: Patches) -> None:
         """Keeps documents apart where no sequence is sharded, with transformers' own masks.
