@@ -268,7 +268,8 @@ def attends_causally(model: PreTrainedModel) -> bool:
         if isinstance(flag, bool) and not path.endswith(_CROSS_ATTENTION):
             said.setdefault(flag, path)
     full_masks = not getattr(config, "is_causal", True)
-    if shifts_labels(model):
+    has_no_head = model.base_model is model  # an encoder whose loss is the Trainer's does not shift either
+    if shifts_labels(model) and not (has_no_head and (full_masks or False in said)):
         if full_masks or False in said:
             raise RefusedError(f"{name} is bidirectional {said.get(False, '')}; expected a causal decoder: {INSTEAD}")
         return True
