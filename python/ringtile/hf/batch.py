@@ -73,7 +73,8 @@ class ShardedBatch:
     def unshard(self, local: Tensor) -> Tensor:
         """The shards (B, N, ...) of all ranks -> (B, S, ...) without the padding. A collective, differentiable."""
         whole = self.sequence.unshard(local, dim=1)[:, : self.seq_len]
-        return whole if self.rows is None else self.rows.unshared(whole)
+        # Contiguous, as in one process: losses of users flatten logits with view.
+        return whole.contiguous() if self.rows is None else self.rows.unshared(whole)
 
 
 def main_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:

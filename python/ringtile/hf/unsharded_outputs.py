@@ -63,7 +63,10 @@ class UnshardedOutputs:
             patches.on_restore(handle.remove)
 
     def _shard_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = _named(module, args, kwargs)
+        inputs = named_arguments(module, args, kwargs)
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and value.requires_grad and self._group.size > 1:
+                inputs[name] = _OfGroup.apply(value, self._group)  # type: ignore[no-untyped-call]
         sharded = self._shard({name: value for name, value in inputs.items() if name not in _IGNORED})
         if sharded is None:
             return None
@@ -122,7 +125,7 @@ def has_score(base: PreTrainedModel) -> bool:
     )
 
 
-def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments by name. Raises RefusedError for more positional arguments than forward() names."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
@@ -147,9 +150,10 @@ def _unshard(batch: ShardedBatch, model: str, name: str, value: Any) -> Any:
         return value
     if name in _PER_TARGET and isinstance(value, Tensor):
         return batch.unshard(value)[:, :-1]  # the last token predicts nothing
+    remedy = ": load the model with add_pooling_layer=False" if name == "pooler_output" else ""
     raise RefusedError(
         f"{model} returns {name}, which ringtile does not know how to unshard; expected only "
-        f"loss, {', '.join(sorted(_PER_TOKEN | _PER_TARGET))}"
+        f"loss, {', '.join(sorted(_PER_TOKEN | _PER_TARGET))}{remedy}"
     )
 
 
@@ -164,3 +168,19 @@ class _SumOverGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.group.sum(gradient), None
+
+
+class _OfGroup(torch.autograd.Function):
+    """A tensor of the whole batch (embeddings), whose gradient is that of one process, on every rank.
+
+    A rank's own part is that of its shard, W times as large, like all gradients inside the model.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ContextParallelGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.mean(gradient), None
