@@ -1,13 +1,19 @@
 """Users' code that no list knows must not train silently wrong: the first batch names it before step 1. A model that is
 exact trains as if nothing had been proved."""
 
+import collections
+import functools
+import sys
+
+import hash_seeds
 import pytest
 import ringtile
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from cells import Cell, check, params, table
 from hf_engines import engine as engine_arguments
-from hf_models import tiny_model
+from hf_models import tiny_encoder, tiny_model
 from hf_training import Padded, failure_of, make_trainer, packed
 from pool import run_ranks
 from ringtile.first_batch.run import TIMES
@@ -161,6 +167,36 @@ def test_losses_that_are_no_sum_over_tokens_are_refused_before_the_first_step():
             assert step == 0
 
 
+# ---- ranks in another order ---------------------------------------------------------------------
+
+
+def _in_another_order(family):
+    """A model that loops over a set of its kinds of layers; the second rank does so the other way round."""
+    model = tiny_encoder(family) if family == "modernbert" else tiny_model(family).train()
+    file = sys.modules[type(model).__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        ordered = functools.partial(sorted, reverse=dist.get_rank() == 1)
+        patch.setattr(file, "set", lambda kinds: ordered(set(kinds)), raising=False)
+        trainer = make_trainer(model=model, max_steps=1)
+        ringtile.enable(trainer, CONFIG)
+        trainer.train()
+        proof = first_batch_of(trainer)
+        ringtile.restore(trainer)
+    return proof
+
+
+@pytest.mark.parametrize("family", ["gemma3", "modernbert"])
+def test_ranks_may_call_a_module_in_another_order(family):
+    for proof in run_ranks(2, _in_another_order, family):
+        assert proof.num_modules > 20
+
+
+@pytest.mark.long
+def test_ranks_with_other_hash_seeds():
+    for said in hash_seeds.start([0, 1]):
+        assert "proved" in said, said
+
+
 # ---- nothing of the run changes -----------------------------------------------------------------
 
 
@@ -205,8 +241,54 @@ def _proved(what, options):
     )
 
 
+def _documents(rows, ids=True, positions=False, padding=0, seq_lens=False):
+    """Documents in a row, with padding behind each, by ids 1, 2, ... in attention_mask, and in other ways too."""
+    batch = collections.defaultdict(list)
+    ends = [0]
+    for number, row in enumerate(rows):
+        length = len(row["input_ids"])
+        batch["input_ids"] += row["input_ids"] + [0] * padding
+        batch["labels"] += [-100] + row["labels"][1:] + [-100] * padding
+        batch["attention_mask"] += [number + 1 if ids else 1] * length + [0] * padding
+        batch["position_ids"] += [*range(length + padding)]
+        ends.append(len(batch["labels"]))
+    tensors = {name: torch.tensor([x]) for name, x in batch.items() if positions or name != "position_ids"}
+    if seq_lens:
+        bounds = torch.tensor(ends, dtype=torch.int32)
+        tensors |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+        tensors |= dict.fromkeys(("max_length_q", "max_length_k"), int(bounds.diff().max()))
+    return tensors
+
+
+def _packed_cell(what, **how):
+    """Of documents that one process has as rows of their own."""
+    counts = {"include_num_input_tokens_seen": "no"}
+    collator = functools.partial(_documents, **how)
+    return Cell(what, counts, {"first_batch_check": True}, {"collator": collator}, {"collator": Padded()})
+
+
+def _smoothed():
+    return {"parallelism_config": ParallelismConfig(cp_size=2)}
+
+
 CELLS = table(
     *(_proved(what, options) for what, options in EXACT.items()),
+    _packed_cell("document ids, positions that restart", positions=True),
+    _packed_cell("document ids, padding between documents", padding=3),
+    _packed_cell("documents said twice", ids=False, positions=True, seq_lens=True),
+    Cell(
+        "label smoothing on accelerate's mesh",
+        {"label_smoothing_factor": 0.1},
+        {"first_batch_check": True},
+        {"engine": "FSDP2"},
+        made=_smoothed,
+        made_alone=dict,
+    ),
+    Cell(
+        "two tokens on two ranks",  # the scores of a query that sees one key have a gradient of 0
+        {"collator": lambda rows: {name: x[:, :2] for name, x in Padded()(rows).items()}, "num_rows": 24},
+        {"first_batch_check": True, "tiled_loss": True},
+    ),
     Cell("a model of which nothing is known", {"evaluate": True}, {"first_batch_check": True}, made=_unknown_model),
 )
 

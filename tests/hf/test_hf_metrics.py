@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hf_training import Padded, make_trainer, train
 from pool import run_ranks
 from ringtile.cli.meter import Meter
-from ringtile.hf import metrics
+from ringtile.hf import first_batch, metrics
 from ringtile.peak_memory import peak_bytes
 from transformers import TrainerCallback
 
@@ -63,7 +63,8 @@ class Reporter(TrainerCallback):
 def logged(config: dict[str, Any], **arguments: Any) -> tuple[list[dict[str, Any]], int]:
     """The logged lines with a loss on this rank, and the bytes that the plans of its rings send in all steps."""
     clock = Clock()
-    with mock.patch.object(metrics, "time", mock.Mock(perf_counter=clock)):
+    mocked = mock.Mock(perf_counter=clock)
+    with mock.patch.object(metrics, "time", mocked), mock.patch.object(first_batch, "time", mocked):
         trainer = make_trainer(collator=Padded24(), **arguments)
         meter, reporter = Meter(trainer.model, trainer.args), Reporter(clock)
         for callback in (meter, reporter):

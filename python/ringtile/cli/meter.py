@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from ringtile.attn.auto import known_scheme
+from ringtile.first_batch.run import is_recording
 from ringtile.hf.batch import ShardedBatch, active_batch
 from ringtile.hf.layers import LayerMask, layer_masks
 from ringtile.peak_memory import reset_peak_bytes
@@ -61,6 +62,8 @@ class Meter(TrainerCallback):
 
     def before_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the tokens of this rank, and note the batch."""
+        if is_recording():
+            return
         sharded = active_batch()
         if sharded is not None:
             self.sequence = sharded.sequence

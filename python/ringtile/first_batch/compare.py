@@ -39,21 +39,23 @@ def compare(
     gradient_scale: float,
     scale: float = 1.0,
     times: float = TIMES,
+    named: str = "the loss",
 ) -> Comparison:
     """The sharded run against the whole one; what differs by more than `times` what rounding explains is a difference.
 
-    loss: that of the sharded run, over all ranks. gradient_scale: a gradient of the sharded run over that of the whole
-    one, where they are equal. scale: that of `record`. A collective of the ranks of the sharded run.
+    loss: that of the sharded run, over all ranks; named: in words. gradient_scale: a gradient of the sharded run over
+    that of the whole one, where they are equal. scale: that of `record`. A collective of the ranks of the sharded run.
     """
     found, names, noise_of_loss = Comparison(), whole.trace.names, 0.0
-    backward: list[tuple[_Measure, Event, Tensor, Tensor, Tensor]] = []
+    backward: list[tuple[_Measure, Event, Tensor, Tensor, Tensor, float]] = []
     for one, other, shard in zip(whole.trace.calls, rounded.trace.calls, sharded.trace.calls, strict=False):
-        measure = _Measure(one)
-        values, disturbed, theirs = (call.joined(call.values, one.values) for call in (one, other, shard))
-        slopes, others, theirs_back = (call.joined(call.gradients, one.gradients) for call in (one, other, shard))
+        measure, order = _Measure(one), one.in_shared_order()
+        of_values, of_slopes = ({x: kept[x] for x in order if x in kept} for kept in (one.values, one.gradients))
+        values, disturbed, theirs = (call.joined(call.values, of_values) for call in (one, other, shard))
+        slopes, others, theirs_back = (call.joined(call.gradients, of_slopes) for call in (one, other, shard))
         summed, others_summed = (shard.summed(x) for x in (slopes, others))
         found.num_modules += len({event.path for event in values if event in theirs})
-        for event in (event for event in values if event in theirs and event in disturbed):
+        for event in (event for event in one.values if event in theirs and event in disturbed):
             ratio, words, noise = measure.compared(event, values[event], disturbed[event], theirs[event])
             found.forward, found.noise = max(found.forward, ratio), max(found.noise, noise)
             if ratio > times and not found.difference:
@@ -62,20 +64,23 @@ def compare(
                 effect = measure.effect(event, values[event], disturbed[event], slopes[event])
                 noise_of_loss = max(noise_of_loss, effect / scale)
         backward += [
-            (measure, event, summed[event], others_summed[event], theirs_back[event] / gradient_scale)
-            for event in reversed(slopes)
+            (measure, event, summed[event], others_summed[event], theirs_back[event] / gradient_scale, around)
+            for event in reversed(one.gradients)
             if event in others and event in theirs_back
+            for around in [measure.around(event, summed)]
         ]
-    _compare_loss(found, whole, rounded, loss, noise_of_loss, times)
-    for measure, event, *gradients in backward:
-        ratio, words, _ = measure.compared(event, *gradients)
+    _compare_loss(found, whole, rounded, loss, noise_of_loss, times, named)
+    for measure, event, one_back, other_back, shard_back, around in backward:
+        ratio, words, _ = measure.compared(event, one_back, other_back, shard_back, around)
         found.backward = max(found.backward, ratio)
         if ratio > times and not found.difference:
             found.difference = f"the gradient that reaches what {_named(event.path, names)} returns {words}"
     return found
 
 
-def _compare_loss(found: Comparison, whole: Run, rounded: Run, loss: Tensor | None, noise: float, times: float) -> None:
+def _compare_loss(
+    found: Comparison, whole: Run, rounded: Run, loss: Tensor | None, noise: float, times: float, named: str
+) -> None:
     if whole.loss is None or rounded.loss is None or loss is None:
         return
     mine, theirs = float(whole.loss), float(loss)
@@ -85,7 +90,7 @@ def _compare_loss(found: Comparison, whole: Run, rounded: Run, loss: Tensor | No
     found.loss = _ratio(abs(theirs - mine), noise)
     if found.loss > times and not found.difference:
         found.difference = (
-            f"the loss is {theirs:.6g} on the ranks and {mine:.6g} in one process, from outputs of all modules that "
+            f"{named} is {theirs:.6g} on the ranks and {mine:.6g} in one process, from outputs of all modules that "
             f"are equal, where rounding explains a difference of {times * noise:.1e}"
         )
 
@@ -96,14 +101,30 @@ class _Measure:
     def __init__(self, call: Call) -> None:
         self._call = call
 
-    def compared(self, event: Event, value: Tensor, disturbed: Tensor, theirs: Tensor) -> tuple[float, str, float]:
-        """A difference over what rounding explains, both in words, and rounding's relative to the values."""
-        size = self._largest(value.nan_to_num())
+    def compared(
+        self, event: Event, value: Tensor, disturbed: Tensor, theirs: Tensor, around: float = 0.0
+    ) -> tuple[float, str, float]:
+        """A difference over what rounding explains, both in words, and rounding's relative to the values.
+
+        around: the size of what the tensor is a part of. Where it is 0 but for rounding (the gradient of the scores of
+        a query that sees one key), rounding is that of the terms that cancel.
+        """
+        size = max(self._largest(value.nan_to_num()), around)
         difference = self._largest((theirs - value).nan_to_num(nan=math.inf).where(value.isfinite(), 0.0))
         # At least the rounding of the tensor itself, which the run with rounding may happen to hide.
         noise = max(self._largest((disturbed - value).nan_to_num()), self._call.units.get(event, 0.0) * size)
         words = f"differs by {difference / (size or 1.0):.1e} of its size, rounding by {noise / (size or 1.0):.1e}"
         return _ratio(difference, noise), words, noise / (size or 1.0)
+
+    def around(self, event: Event, gradients: Mapping[Event, Tensor]) -> float:
+        """The size of the gradient that reaches the module around the one of an event."""
+        path = event.path
+        while path:
+            path = path.rpartition(".")[0]
+            for number in (event.number, 0):
+                if (outer := event._replace(path=path, number=number)) in gradients:
+                    return self._largest(gradients[outer].nan_to_num())
+        return 0.0
 
     def effect(self, event: Event, value: Tensor, disturbed: Tensor, slope: Tensor) -> float:
         """What the rounding of one place does to the loss: of random signs, over features and tokens."""

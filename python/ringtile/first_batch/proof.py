@@ -23,26 +23,42 @@ logger = logging.getLogger("ringtile")
 _STEEP_UNITS, _STEEP = 4096.0, 0.25
 
 
-def prove(run: Callable[..., Run], group: Group | None, *, averages: bool, num_tokens: int) -> Comparison:
+def prove(
+    run: Callable[..., Run],
+    group: Group | None,
+    *,
+    averages: bool,
+    num_tokens: int,
+    num_items: int = 1,
+    named: str = "the loss",
+) -> Comparison | None:
     """Runs a loss whole, whole with other rounding, sharded, and whole again, and compares. A collective of the group.
 
     run(whole, like=..., rounding=...): `record` on the same tokens, whole or sharded; a group of one rank proves a tree
     of rows. averages: whether the loss is the mean of the ranks' losses; else it is their sum. num_tokens: of all rows
-    together. Every group makes the same runs, whatever it finds: under FSDP2 and ZeRO-3 each is a collective of all.
+    together. num_items: a number that the loss is divided by, if more. named: the loss, in words. Every group makes the
+    same runs, whatever it finds: under FSDP2 and ZeRO-3 each is a collective of all. None, with a warning: the loss of
+    one process is not finite, so that nothing can be compared.
     Raises RefusedError, on every rank, if rounding does not explain the difference, or where two whole runs differ.
     """
     began = time.perf_counter()
-    scale = 2.0 ** num_tokens.bit_length()  # gradients of a mean over tokens would underflow in 16 bits
+    scale = 2.0 ** max(num_tokens, num_items).bit_length()  # the gradients of a mean would underflow in 16 bits
     whole = run(True, scale=scale)
     rounded = run(True, scale=scale, like=whole, rounding=True)
     sharded = run(False, scale=scale, like=whole)
     again = run(True, scale=scale)
-    size = transport_of(group).world_size
+    transport = transport_of(group)
+    size = transport.world_size
+    is_finite = whole.loss is None or bool(whole.loss.isfinite())
+    if not _of_all_ranks(torch.tensor(is_finite, device=whole.trace.device), group).all():
+        if transport.rank == 0:
+            logger.warning("ringtile: the first batch proves nothing: %s is not finite in one process", named)
+        return None
     losses = None if sharded.loss is None else _of_all_ranks(sharded.loss, group)
     loss = None if losses is None else losses.mean() if averages else losses.sum()
     # Of the sum of the ranks' losses, whose backward is one over all ranks.
     gradient_scale = float(size) if averages else 1.0
-    found = compare(whole, rounded, sharded, loss=loss, gradient_scale=gradient_scale, scale=scale)
+    found = compare(whole, rounded, sharded, loss=loss, gradient_scale=gradient_scale, scale=scale, named=named)
     _check(found, group, whole.trace.device)
     is_steep = found.noise > min(_STEEP_UNITS * whole.trace.unit, _STEEP)
     if _of_all_ranks(torch.tensor(is_steep, device=whole.trace.device), group).any():

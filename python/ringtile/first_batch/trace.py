@@ -30,7 +30,7 @@ _EXPERTS = ".experts."  # in the path of a module that is given some tokens only
 
 
 class Event(NamedTuple):
-    """A module takes or returns a tensor. Events are in the order in which they happen."""
+    """A module takes or returns a tensor."""
 
     path: str
     number: int  # how often the module was entered before
@@ -51,10 +51,26 @@ class Call:
     units: dict[Event, float] = field(default_factory=dict)  # in the last place of 1, in the dtype of the tensor
     gradients: dict[Event, Tensor] = field(default_factory=dict)
 
-    def joined(self, sketches: Mapping[Event, Tensor], of: Mapping[Event, Tensor]) -> dict[Event, Tensor]:
-        """Those of the events `of`, which are the same on every rank, of all ranks' tokens; without what a rank lacks.
+    def in_shared_order(self) -> list[Event]:
+        """The events, by path and by what was computed: the same list of tensors on every rank that computed them all.
 
-        Of a tree, (B, S, NUM_SIGNS) of its rows. A collective where the call is sharded.
+        Ranks may call one module in different orders: a loop over a set follows the hash seed of the process.
+        """
+        counts = Counter((event.path, event.kind) for event in self.values)
+
+        def content(event: Event) -> list[float]:
+            if counts[event.path, event.kind] == 1:
+                return []
+            both = (event._replace(kind=kind) for kind in ("output", "input"))
+            return [float(self.values[x].abs().sum()) if x in self.values else -1.0 for x in both]
+
+        return sorted(self.values, key=lambda event: (event.path, event.kind, content(event), event.number))
+
+    def joined(self, sketches: Mapping[Event, Tensor], of: Mapping[Event, Tensor]) -> dict[Event, Tensor]:
+        """Those of the events `of`, each of all ranks' tokens; without what a rank lacks.
+
+        of: events of this rank, in an order in which all ranks have the same ones. Of a tree, (B, S, NUM_SIGNS) of its
+        rows. A collective where the call is sharded.
         """
         if self.sequence is None or not of:
             return {event: sketches[event] for event in of if event in sketches}

@@ -111,9 +111,15 @@ class CountedDropout(TrainerCallback):
                     f"expected the model to be complete before"
                 )
 
-    def rewind(self) -> None:
-        """Begins the step again: the next forward pass draws what the first one draws."""
-        self._num_rows, self._tokens, self._graphs = 0, None, []
+    @property
+    def drawn(self) -> tuple[Any, ...]:
+        """What this step has drawn so far; set it back, and the next forward pass draws the same again."""
+        return self._num_rows, self._tokens, tuple(self._graphs)
+
+    @drawn.setter
+    def drawn(self, drawn: tuple[Any, ...]) -> None:
+        self._num_rows, self._tokens, graphs = drawn
+        self._graphs = [*graphs]
 
     # ---- one step -------------------------------------------------------------------------------
 

@@ -1,20 +1,22 @@
-"""Before the first training step, and before a first evaluation, a cut of the first batch proves that the ranks of a
-group compute what one process computes (docs/design/first_batch.md).
+"""The first training step, and a first evaluation before it, proves on a cut of its batch that the ranks of a group
+compute what one process computes (docs/design/first_batch.md).
 
-Each rank computes the Trainer's own loss on the cut four times: alone, with nothing sharded; alone, with other
-rounding; sharded over the group; and alone again. Hidden states, loss and gradients are compared, module by module.
-Nothing of the run is changed by it.
+The user's loss runs once, in the step itself. When it first calls the model, the model computes a cut of what it was
+given four times: alone, with nothing sharded; alone, with other rounding; sharded over the group; and alone again.
+Hidden states, outputs and gradients are compared, module by module, and whatever a forward pass may write is put back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Set
+import time
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ringtile.errors import RefusedError, RingtileError
@@ -26,7 +28,7 @@ from ringtile.first_batch.unchanged import Unchanged, without_checkpoints
 from ringtile.hf.cut import cut_batch
 from ringtile.hf.peers import of_a_collective
 from ringtile.hf.shared_rows import key_of_tree
-from ringtile.hf.strategy import Strategy
+from ringtile.hf.strategy import LossOf, Strategy
 from ringtile.tiled.tiles import at_most
 from ringtile.transport.groups import transport_of
 
@@ -35,101 +37,79 @@ logger = logging.getLogger("ringtile")
 _TILES = 3  # tiles of a shard of the cut, at least
 _LARGEST_WINDOW = 1024  # tokens: a cut is longer than windows and chunks up to this one
 _WITH_IMAGES = 4096  # tokens of all rows of a batch that is proved with its images, of which no cut can be made
+_INSTEAD = "ringtile verify proves this machine and these versions, on models of its own"
 
 
 class FirstBatch:
-    """The proof of one Trainer. comparison: the last one, for `ringtile verify`."""
+    """The proof of one Trainer. comparison: the last one, for `ringtile verify`. seconds: that proofs have taken."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._trained = self._evaluated = False
         self.comparison: Comparison | None = None
+        self.seconds = 0.0
 
     def install(self) -> None:
-        strategy, trainer = self._strategy, self._strategy.trainer
-        if strategy.makes_batches:
-            strategy.replace(trainer, "compute_loss", self._compute_loss)
-            return
-        strategy.replace(trainer, "get_batch_samples", self._get_batch_samples)
-        strategy.replace(trainer, "prediction_step", self._prediction_step)
+        self._strategy.proof = self
 
-    # ---- before the first step, and the first evaluation ----------------------------------------
+    @property
+    def waits(self) -> bool:
+        """Whether a call of the model in training is still to be proved."""
+        return not self._trained
 
-    def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The Trainer asks for the batches of a step."""
-        samples, num_items = original(*args, **kwargs)
-        if not self._trained and samples and isinstance(samples[0], Mapping):
-            self._trained = True
-            trainer = self._strategy.trainer
-            self._strategy.prepare_training(trainer.model_wrapped)
-            model = _without_engine(trainer.model_wrapped)
-            trainer.current_gradient_accumulation_steps = len(samples)  # as the Trainer sets it next
-            modes = {module: module.training for module in model.modules()}
-            model.train()
-            try:
-                self._prove(model, trainer._prepare_inputs(dict(samples[0])), self._training_loss)
-            finally:
-                for module, training in modes.items():
-                    module.training = training
-        return samples, num_items
-
-    def _prediction_step(
+    def before(
         self,
-        original: Callable[..., Any],
         model: nn.Module,
-        inputs: Any,
-        prediction_loss_only: bool,
-        *args: Any,
-        **kw: Any,
-    ) -> Any:
-        if not (self._trained or self._evaluated) and isinstance(inputs, Mapping):
-            self._evaluated = True
+        inputs: Mapping[str, Any],
+        loss_of: LossOf,
+        *,
+        num_items: int = 1,
+        named: str = "the loss",
+        numbers_of: object = None,
+    ) -> None:
+        """Proves a batch, if it is the first one, before the model is called on it.
 
-            def loss(model: nn.Module, cut: dict[str, Any]) -> Tensor | None:
-                found: Tensor | None = original(model, cut, True, *args, **kw)[0]
-                return found
-
-            self._prove(_without_engine(model), self._strategy.trainer._prepare_inputs(dict(inputs)), loss)
-        return original(model, inputs, prediction_loss_only, *args, **kw)
-
-    def _compute_loss(
-        self, original: Callable[..., Any], model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kw: Any
-    ) -> Any:
-        """Of a Trainer whose batches are known no earlier."""
-        if not self._trained and (model.training or not self._evaluated):
-            self._trained, self._evaluated = model.training, True
-            self._strategy.prepare_training(model)
-
-            def loss(model: nn.Module, cut: dict[str, Any]) -> Tensor | None:
-                found: Tensor | None = original(model, self._strategy.of_cut(model, cut), *args, **kw)
-                return found
-
-            self._prove(_without_engine(model), dict(inputs), loss)
-        return original(model, inputs, *args, **kw)
-
-    def _training_loss(self, model: nn.Module, cut: dict[str, Any]) -> Any:
-        trainer = self._strategy.trainer
-        num_items = trainer._get_num_items_in_batch([cut], trainer.args.device)
-        with trainer.compute_loss_context_manager():
-            loss: Any = trainer.compute_loss(model, dict(cut), num_items_in_batch=num_items)
-        return loss
-
-    # ---- the proof ------------------------------------------------------------------------------
+        inputs: of the whole batch, on the model's device. loss_of(model, cut): the loss of a cut of it, which calls the
+        model; None where there is none. num_items: what the loss is divided by. named: the loss, in words. numbers_of:
+        an object besides the model whose numbers it may change.
+        RefusedError, on every rank of the group: the sharded run differs by more than rounding explains.
+        """
+        in_training = torch.is_grad_enabled()
+        if self._strategy.trace is not None or self._trained or (self._evaluated and not in_training):
+            return
+        self._trained, self._evaluated = in_training, True
+        began, inner = time.perf_counter(), _without_engine(model)
+        # What the user has wrapped around the call (a checkpoint, offloading) keeps its own tensors only.
+        own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with own_tensors, without_checkpoints(inner), torch.compiler.set_stance("force_eager"):
+            unchanged = Unchanged(inner, numbers_of=numbers_of)
+            self._prove(inner, inputs, loss_of, unchanged, num_items=num_items, named=named)
+        self.seconds += time.perf_counter() - began
 
     def _prove(
-        self, model: nn.Module, inputs: dict[str, Any], loss_of: Callable[[nn.Module, dict[str, Any]], Tensor | None]
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        loss_of: LossOf,
+        unchanged: Unchanged,
+        *,
+        num_items: int,
+        named: str,
     ) -> None:
-        """RefusedError, on every rank of the group: the sharded run differs by more than rounding explains.
-
-        All ranks of the world decide alike what is proved: groups that make other forward passes of a model, or of its
-        tower, hang under FSDP2 and ZeRO-3, which gather weights in each.
-        """
+        """All ranks of the world decide alike what is proved: groups that make other forward passes of a model, or of
+        its tower, hang under FSDP2 and ZeRO-3, which gather weights in each."""
         strategy = self._strategy
         images = strategy.of_model & {name for name, value in inputs.items() if value is not None}
         num_tokens = _num_tokens(inputs, images) if images else 0
-        is_tree, num_tokens = strategy.group.largest_of_all(int(key_of_tree(inputs) is not None), num_tokens)
+        is_tree, is_unknown, num_tokens = strategy.group.largest_of_all(
+            int(key_of_tree(inputs) is not None), int(bool(unchanged.unknown)), num_tokens
+        )
         if is_tree:
             logger.warning("ringtile: the first batch is a tree, of which no cut is made: it proves nothing")
+            return
+        if is_unknown:
+            what = unchanged.unknown or "another rank holds something"
+            self._warn(f"{what}, which cannot be put back after a forward pass")
             return
         if num_tokens > _WITH_IMAGES:
             logger.warning(
@@ -138,36 +118,72 @@ class FirstBatch:
             )
             inputs, images = {name: value for name, value in inputs.items() if name not in images}, frozenset()
         at_targets = strategy.config.shared_prefix
-        cut = inputs if images else cut_batch(inputs, self._row_tokens(), at_targets=at_targets)
+        cut = dict(inputs) if images else cut_batch(inputs, self._row_tokens(), at_targets=at_targets)
         num_tokens = _num_tokens(cut, images)
         transport = transport_of(strategy.group.process_group)
         counted = transport.bytes_sent, transport.wait_seconds
+        drawn = strategy.dropout.drawn
         paths = {module: path for path, module in strategy.base.named_modules()}
+        shards_weights = any(isinstance(module, FSDPModule) for module in model.modules())
+        shards_weights = shards_weights or any(hasattr(weight, "ds_id") for weight in model.parameters())  # of ZeRO-3
+        is_first = True
+
+        def restore() -> None:
+            unchanged.restore()
+            strategy.dropout.drawn = drawn
 
         def run(whole: bool, **options: Any) -> Run:
-            unchanged.restore()
-            strategy.dropout.rewind()
+            nonlocal is_first
+            restore()
+            failure, place = None, ""
+            found: Run | None = None
 
             @contextlib.contextmanager
             def within(trace: Trace) -> Iterator[None]:
+                nonlocal place
                 with strategy.proving(trace, whole), at_most(0 if whole else self._tile_tokens(num_tokens)):
                     try:
                         yield
-                    except RuntimeError as error:
-                        _refuse_failure(error, trace)
+                    except BaseException:
+                        place = trace.place
                         raise
 
-            return record(lambda: loss_of(model, dict(cut)), paths, within, **options)
-
-        with without_checkpoints(model), torch.compiler.set_stance("force_eager"):
-            unchanged = Unchanged(model, strategy.trainer)
             try:
-                group = strategy.group.process_group
-                self.comparison = prove(run, group, averages=True, num_tokens=num_tokens)
-            finally:
-                unchanged.restore()
-                strategy.dropout.rewind()
-                transport.bytes_sent, transport.wait_seconds = counted
+                copies = {name: _copy(value) for name, value in cut.items()}
+                found = record(lambda: loss_of(model, copies), paths, within, **options)
+            except Exception as error:
+                is_known = isinstance(error, RingtileError | torch.OutOfMemoryError) or of_a_collective(error)
+                if is_known or not (whole or place):
+                    raise
+                if shards_weights or not whole:
+                    raise _failed(error, place, whole) from error
+                failure = error
+            if is_first and not shards_weights and strategy.group.largest_of_all(int(failure is not None)) != [0]:
+                raise _ProvesNothingError(place) from failure
+            is_first = False
+            if found is None:
+                raise _ProvesNothingError(place) from failure
+            return found
+
+        try:
+            self.comparison = prove(
+                run,
+                strategy.group.process_group,
+                averages=True,
+                num_tokens=num_tokens,
+                num_items=num_items,
+                named=named,
+            )
+        except _ProvesNothingError as error:
+            reason = " ".join(str(error.__cause__ or "on another rank").split())
+            self._warn(f"on {num_tokens} of its tokens, {error} fails in one process ({reason})")
+        finally:
+            restore()
+            transport.bytes_sent, transport.wait_seconds = counted
+
+    def _warn(self, why: str) -> None:
+        if self._strategy.group.rank == 0:
+            logger.warning(f"ringtile: the first batch proves nothing: {why}; {_INSTEAD}")
 
     def _row_tokens(self) -> int:
         """Tokens of a row for which no rank is idle, and no window or chunk is longer."""
@@ -183,16 +199,24 @@ class FirstBatch:
         return max(1, num_tokens // (_TILES * self._strategy.group.size))
 
 
-def _refuse_failure(error: RuntimeError, trace: Trace) -> None:
-    """Raises RefusedError where the forward pass of a module fails on tokens of a batch that ringtile has prepared."""
-    prepared = bool(trace.calls) and trace.calls[-1].sequence is not None
-    is_known = isinstance(error, RingtileError | torch.OutOfMemoryError) or of_a_collective(error)
-    if is_known or not prepared or not trace.place:
-        return
-    raise RefusedError(
-        f"{trace.place} fails on a shard of the first batch ({' '.join(str(error).split())}); expected a module that "
-        f"makes no attention mask of its own, of which a shard has none, and no tensor of the length of the sequence"
-    ) from error
+class _ProvesNothingError(Exception):
+    """The model fails on a cut in one process, and what it computes on shards of it says nothing."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place or "the model")
+
+
+def _failed(error: Exception, place: str, whole: bool) -> RefusedError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    if whole:  # the other ranks wait for the weights that this one would have gathered
+        return RefusedError(
+            f"{place or 'the model'} fails on a cut of the first batch, in one process too ({reason}); expected a "
+            f"model that takes rows of any length. Set first_batch_check: false to train without the check; {_INSTEAD}"
+        )
+    return RefusedError(
+        f"{place or 'the model'} fails on a shard of the first batch ({reason}); expected a module that makes no "
+        f"attention mask of its own, of which a shard has none, and no tensor of the length of the sequence"
+    )
 
 
 def _without_engine(model: nn.Module) -> nn.Module:
@@ -201,6 +225,11 @@ def _without_engine(model: nn.Module) -> nn.Module:
     is_wrapped = isinstance(inner, DistributedDataParallel) or type(inner).__name__ == "DeepSpeedEngine"
     module: nn.Module = inner.module if is_wrapped else inner
     return module
+
+
+def _copy(value: Any) -> Any:
+    """A tensor that a forward pass may write, without the graph that made it."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _num_tokens(batch: Mapping[str, Any], images: Set[str]) -> int:

@@ -10,24 +10,22 @@ one process.
 from __future__ import annotations
 
 import contextlib
-import sys
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ringtile.first_batch.outputs import sum_of_outputs
 from ringtile.hf import adapters, checks, data, model
-from ringtile.hf.batch import ShardedBatch, active
+from ringtile.hf.batch import ShardedBatch, active, main_input
 from ringtile.hf.model_loss import watch_loss
-from ringtile.hf.one_process import OneProcess
-from ringtile.hf.parallelism import accelerate_knows_groups
-from ringtile.hf.patches import Patches
 from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy
-from ringtile.hf.unsharded_outputs import UnshardedOutputs, has_score
-
-_GATHERS = {"gather", "gather_object"}  # functions of accelerate that modules of TRL import by name
+from ringtile.hf.unsharded_outputs import UnshardedOutputs, has_score, named_arguments
+from ringtile.tiled.tiles import at_most
 
 
 class LossOnSequences(Strategy):
@@ -48,55 +46,67 @@ class LossOnSequences(Strategy):
         self.hooks: list[UnshardedOutputs] = []
         for name in ("compute_loss", "prediction_step"):
             self.replace(trainer, name, self._in_step)
-        if not accelerate_knows_groups(trainer.accelerator):
-            self.replace(trainer, "_get_num_items_in_batch", self.in_one_process)
         self.gather_with(data.gather_rows)
-        for wrapped in (trainer.model, getattr(trainer, "ref_model", None)):
-            if wrapped is not None:
-                self.hook(wrapped)
+        assert trainer.model is not None  # base_model has refused it otherwise
+        self.proved = self.hook(trainer.model)
+        if (reference := getattr(trainer, "ref_model", None)) is not None:
+            self.hook(reference)
 
-    def hook(self, wrapped: nn.Module) -> None:
-        """Makes a model run on shards where the Trainer's loss calls it."""
+    def hook(self, wrapped: nn.Module) -> nn.Module:
+        """Makes a model run on shards where the Trainer's loss calls it. Returns the module that is called."""
         wrapped = adapters.receiver(self.trainer.accelerator.unwrap_model(wrapped))
         base = model.base_model(wrapped)
         self.switch_model(wrapped, base)
         if not has_score(base):
             watch_loss(wrapped, base, self.patches)
         hooks = UnshardedOutputs(self._shard_in_step, self.check_used, self.group, RandomDraws(base))
-        hooks.install(self.called(wrapped, base), base, self.patches)
+        if hasattr(base, "generate"):
+            self.replace(base, "generate", functools.partial(self._generate_whole, base))
+        called = self.called(wrapped, base)
+        hooks.install(called, base, self.patches)
         self.hooks.append(hooks)
+        return called
 
     def called(self, wrapped: nn.Module, base: PreTrainedModel) -> nn.Module:
         """The module of a model that the loss calls."""
         return wrapped
-
-    @contextlib.contextmanager
-    def as_one_process(self) -> Iterator[None]:
-        """Inside, the Trainer and the modules of TRL that it is of see a group as one process."""
-        trainer = self.trainer
-        if self.group.size == 1 or isinstance(trainer.accelerator, OneProcess):
-            yield
-            return
-        patches, one = Patches(), OneProcess(trainer.accelerator, self.group)
-        vllm = getattr(trainer, "vllm_generation", None)
-        for owner in [trainer] + [vllm] * (vllm is not None):
-            patches.set(owner, "accelerator", one)
-        names = {cls.__module__ for owner in (trainer, vllm) for cls in type(owner).__mro__}
-        for module in [sys.modules[name] for name in names if name.startswith("trl.")]:
-            for name in _GATHERS & vars(module).keys():
-                patches.set(module, name, getattr(one, name))
-        try:
-            yield
-        finally:
-            patches.restore()
 
     def _in_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """compute_loss or prediction_step, inside which the models' hooks shard and unshard."""
         self.prepare_training(model)
         if self.in_step:
             return original(model, *args, **kwargs)
-        with active(None), self.as_one_process(), self.step(True):
+        with active(None), self.as_one_process(), self.step(True), self._proving_first_call():
             return original(model, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _proving_first_call(self) -> Iterator[None]:
+        """Inside, the first call of the trained model proves itself before it runs.
+
+        Its hook comes before those of FSDP2 and ZeRO-3, inside which the model cannot be called.
+        """
+        if self.proof is None or not self.proof.waits:
+            yield
+            return
+        hook = self.proved.register_forward_pre_hook(self._prove_call, with_kwargs=True, prepend=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _prove_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self.proof is not None
+        inputs = named_arguments(module, args, kwargs)
+        if self.in_step and main_input((), inputs) is not None:
+            loss_of = functools.partial(_sum_of_outputs, uses_loss=not self.config.shared_prefix)
+            self.proof.before(module, inputs, loss_of, named="what the model returns")
+
+    def _generate_whole(self, base: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """generate() inside a loss: on the whole rows of every rank, with a cache, as in one process."""
+        if not self.in_step:
+            return original(*args, **kwargs)
+        with self.step(False), model.own_attention(base), at_most(0):
+            return original(*args, **kwargs)
 
     @contextlib.contextmanager
     def step(self, inside: bool) -> Iterator[None]:
@@ -110,10 +120,21 @@ class LossOnSequences(Strategy):
                 hooks.stop_watching()
 
     def _shard_in_step(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None] | None:
-        """None for a batch of other code, such as generate(), on which the model runs as it is."""
-        return self.shard(inputs) if self.in_step else None
+        """None for a batch of other code, such as generate(), on which the model runs as it is.
 
-    def in_one_process(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A method of the Trainer's that counts processes."""
-        with self.as_one_process():
-            return original(*args, **kwargs)
+        In a backward, it is that of a step: the loss has checkpointed the model, which runs again.
+        """
+        return self.shard(inputs) if self.in_step or torch._C._current_graph_task_id() != -1 else None
+
+
+def _sum_of_outputs(model: nn.Module, inputs: dict[str, Any], *, uses_loss: bool) -> Tensor | None:
+    """What a proof compares of the outputs of a model, whose loss is the Trainer's. A tree of rows has no loss."""
+    main, attention_mask = main_input((), inputs), inputs.get("attention_mask")
+    assert main is not None
+    counted = main.new_ones(main.shape[:2], dtype=torch.bool)
+    if attention_mask is not None and attention_mask.shape == counted.shape:
+        counted = attention_mask.ne(0)
+    outputs = model(**inputs)
+    if not isinstance(outputs, Mapping):
+        return None
+    return sum_of_outputs({name: x for name, x in outputs.items() if uses_loss or name != "loss"}, counted)

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
@@ -18,7 +19,6 @@ from ringtile.errors import RefusedError
 from ringtile.hf import checks, data
 from ringtile.hf.batch import ShardedBatch, active, active_batch
 from ringtile.hf.model_loss import check_loss, watch_loss
-from ringtile.hf.parallelism import accelerate_knows_groups
 from ringtile.hf.patches import Patches
 from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy
@@ -44,14 +44,12 @@ class LossOnShards(Strategy):
         self.last_batch: ShardedBatch | None = None
         self.draws = RandomDraws(self.base)
         self.watches_loss = checks.uses_model_loss(trainer)
-        self.replace(trainer, "training_step", self._training_step)
         self.replace(trainer, "compute_loss", self._compute_loss)
         self.replace(trainer, "prediction_step", self._prediction_step)
-        if not accelerate_knows_groups(trainer.accelerator):
-            self.replace(trainer, "_get_num_items_in_batch", self._get_num_items_in_batch)
         self.gather_with(data.gather_parts)
         if trainer.label_smoother is not None:
             self.replace(trainer, "label_smoother", self._smooth_labels)
+        self.losses = trainer.compute_loss_func, trainer.label_smoother
         self.switch_model(self.entry, self.base)
         if self.watches_loss:
             watch_loss(self.entry, self.base, self.patches)
@@ -84,7 +82,16 @@ class LossOnShards(Strategy):
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """The loss of the batch: the Trainer leaves out of its log what is not finite, as the loss of a shard may be
         where that of another is."""
-        return self.group.mean(original(*args, **kwargs))
+        return self.group.mean(super()._training_step(original, *args, **kwargs))
+
+    def check_unchanged(self) -> None:
+        super().check_unchanged()
+        for name, before in zip(("compute_loss_func", "label_smoother"), self.losses, strict=True):
+            if getattr(self.trainer, name) is not before:
+                raise RefusedError(
+                    f"{name} was set after ringtile.enable, which prepared the Trainer for another loss; expected it "
+                    f"before: call ringtile.enable after it"
+                )
 
     def _compute_loss(
         self,
@@ -96,8 +103,18 @@ class LossOnShards(Strategy):
     ) -> Any:
         """The loss of this rank's shard, scaled so that the mean over all ranks is the loss. Outputs stay local."""
         self.prepare_training(model)
+        if self.proof is not None and self.proof.waits:
+            self.proof.before(
+                model,
+                inputs,
+                lambda model, cut: self._compute_loss(original, model, cut, False, num_items_in_batch),
+                num_items=1 if num_items_in_batch is None else int(num_items_in_batch),
+                numbers_of=self.trainer,
+            )
         if self.proves_whole:
             return self._whole_loss(original, model, inputs, return_outputs, num_items_in_batch)
+        if num_items_in_batch is not None and not self._trainer_scales():  # this rank's part of the count, not rounded
+            num_items_in_batch = num_items_in_batch / self.group.size
         with self._sharded(inputs) as (local, batch), contextlib.ExitStack() as stack:
             assert batch is not None
             batch.mean_share = self._mean_share(num_items_in_batch is not None)
@@ -121,8 +138,6 @@ class LossOnShards(Strategy):
         num_items: Any,
     ) -> Any:
         """The loss of one process on the whole batch, of which `_compute_loss` gives the ranks' mean."""
-        if num_items is not None and not self._trainer_scales():  # this rank's part of the count
-            num_items = num_items * self.group.size
         with self._sharded(inputs) as (local, batch), self.counting_groups():
             if batch is not None:
                 batch.mean_share = 1.0
@@ -155,19 +170,14 @@ class LossOnShards(Strategy):
         wanted = self.group.data_size if num_items_given and self._trainer_factor() > 1 else 1
         return wanted / self._trainer_factor()
 
-    def _get_num_items_in_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """T: the original counts every batch once per rank of a group.
-
-        Not rounded: without averaging over devices it is this rank's part of a batch's count.
-        """
-        num_items = original(*args, **kwargs)
-        return None if num_items is None else num_items / self.group.size
-
     def _smooth_labels(self, original: Callable[..., Any], outputs: Any, labels: Tensor, **kwargs: Any) -> Any:
-        """The original without its shift: the labels were shifted before they were sharded."""
-        if active_batch() is None:  # a whole batch, to prove the first one
-            return original(outputs, labels, **kwargs)
-        return original(outputs, labels, **{**kwargs, "shift_labels": False})
+        """The original without its shift: the labels were shifted before they were sharded.
+
+        On a whole batch, to prove the first one, as in one process: by the name that FSDP2 gives the model's class, the
+        Trainer takes it for one that does not shift.
+        """
+        shifts = active_batch() is None and self.shifts_labels
+        return original(outputs, labels, **{**kwargs, "shift_labels": shifts})
 
     # ---- evaluation -----------------------------------------------------------------------------
 
@@ -183,6 +193,14 @@ class LossOnShards(Strategy):
         labels_given = bool(self.trainer.label_names) and all(
             inputs.get(name) is not None for name in self.trainer.label_names
         )
+        if self.proof is not None and not labels_given:
+            with torch.no_grad():
+                self.proof.before(
+                    model,
+                    self.trainer._prepare_inputs(dict(inputs)),
+                    lambda model, cut: self._prediction_step(original, model, cut, True, ignore_keys)[0],
+                    numbers_of=self.trainer,
+                )
         # With labels the original calls compute_loss, which shards; without, it calls the model.
         with contextlib.nullcontext((inputs, None)) if labels_given else self._sharded(inputs) as (local, _):
             loss, logits, labels = original(model, local, prediction_loss_only, ignore_keys=ignore_keys)

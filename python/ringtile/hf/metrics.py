@@ -34,17 +34,19 @@ class LogMetrics(TrainerCallback):
     Trainer's `log` is called, which a user's code may do on one rank alone.
     """
 
-    def __init__(self, trainer: Trainer, transport: Transport | None, group_size: int) -> None:
-        """transport: of the group of ranks that share each sequence, group_size of them; None where none is shared."""
+    def __init__(
+        self, trainer: Trainer, transport: Transport | None, group_size: int, proof_seconds: Callable[[], float]
+    ) -> None:
+        """transport: of the group of ranks that share each sequence, group_size of them; None where none is shared.
+        proof_seconds: what the check of the first batch has taken, which is no part of a step."""
         self.trainer, self.transport, self.group_size = trainer, transport, group_size
+        self.proof_seconds = proof_seconds
         self.found: dict[str, float] = {}  # for the next line of the log
-        self.begun = False  # the first step of a training
         self._begin()
 
     def install(self, patches: Patches) -> None:
-        replacements = {"get_batch_samples": self._get_batch_samples, "training_step": self._training_step}
-        for name, replacement in (replacements | {"log": self._log}).items():
-            patches.wrap(self.trainer, name, replacement)
+        patches.wrap(self.trainer, "training_step", self._training_step)
+        patches.wrap(self.trainer, "log", self._log)
         patches.add_callback(self.trainer, self)
 
     def _begin(self) -> None:
@@ -56,13 +58,7 @@ class LogMetrics(TrainerCallback):
     def _now(self) -> list[float]:
         """What `spent` counts, since ever."""
         counts = [0, 0.0] if self.transport is None else [self.transport.bytes_sent, self.transport.wait_seconds]
-        return [time.perf_counter(), *counts]
-
-    def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        samples = original(*args, **kwargs)
-        if not self.begun:  # the proof of the first batch is no step
-            self.begun, self.since = True, self._now()
-        return samples
+        return [time.perf_counter() - self.proof_seconds(), *counts]
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         name = getattr(self.trainer.model, "main_input_name", "input_ids")
@@ -80,7 +76,6 @@ class LogMetrics(TrainerCallback):
     # ---- the Trainer's calls --------------------------------------------------------------------
 
     def on_train_begin(self, *unused: Any, **also_unused: Any) -> None:
-        self.begun = False
         self._begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -30,8 +30,6 @@ from ringtile.hf.model import own_attention
 from ringtile.random_states import host_random_states, random_digest, random_numbers_of, set_random_states
 from ringtile.tiled.tiles import at_most
 
-_OF_ROWS = ("num_images", "num_tiles")  # of TRL's batches: how many images, or tiles of some, each row has
-
 
 def generates(trainer: Trainer) -> bool:
     """Whether it samples completions as TRL's GRPOTrainer does."""
@@ -40,8 +38,6 @@ def generates(trainer: Trainer) -> bool:
 
 class LossOnRollouts(LossOnSequences):
     """Deals the rows of a group to its ranks to generate, and shards what computes their log-probs."""
-
-    makes_batches = True
 
     def check(self) -> None:
         super().check()
@@ -107,22 +103,6 @@ class LossOnRollouts(LossOnSequences):
             batch = original(*args, **kwargs)
         self.group.check_same_batch(batch)
         return batch
-
-    def of_cut(self, model: nn.Module, cut: dict[str, Any]) -> dict[str, Any]:
-        """With the model's own log-probs for old ones and the reference's, which are of other contexts: exp of their
-        differences, and of RLOO's sums over rows, would be too steep to compare."""
-        trainer: Any = self.trainer
-        names = {"old_per_token_logps", "ref_per_token_logps", "old_logps"} & cut.keys()
-        if not names:
-            return cut
-        ids, mask = (torch.cat([cut[f"prompt_{name}"], cut[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
-        images = {name: cut[name] for name in {*self.of_model, *_OF_ROWS} & cut.keys()}
-        with torch.no_grad(), self.as_one_process(), self.step(True):
-            found = trainer._get_per_token_logps_and_entropies(
-                model, ids, mask, cut["completion_ids"].size(1), **images
-            )[0]
-        sums = {"old_logps": (found * cut["completion_mask"]).sum(1)}
-        return cut | {name: sums.get(name, found) for name in names}
 
     # ---- rows that are dealt --------------------------------------------------------------------
 

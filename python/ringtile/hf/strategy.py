@@ -10,17 +10,18 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ringtile.config import Config
-from ringtile.errors import RefusedError
+from ringtile.errors import MaskNotExpressibleError, RefusedError
 from ringtile.first_batch.trace import Call, Trace
-from ringtile.hf import adapters, checks, data, model, recurrent, towers
+from ringtile.hf import adapters, attention, checks, data, model, recurrent, towers
 from ringtile.hf.attention import attends_whole
 from ringtile.hf.balancing_loss import install_balancing_loss
 from ringtile.hf.batch import ShardedBatch, forget_checkpoints, keep_in_checkpoints, main_input
@@ -30,6 +31,7 @@ from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.layers import layer_masks, num_layers
 from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.model_loss import loss_of_its_own, shifts_labels
+from ringtile.hf.one_process import OneProcess
 from ringtile.hf.packing import Packing, positions_separate
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.patches import Patches
@@ -37,14 +39,35 @@ from ringtile.hf.positions import Positions
 from ringtile.hf.seam import Seam
 from ringtile.hf.shared_rows import key_of_tree, share, unfold
 
+LossOf = Callable[[nn.Module, dict[str, Any]], Tensor | None]
+
+
+_GATHERS = {"gather", "gather_object"}  # functions of accelerate that modules of TRL import by name
+
+
+class Proof(Protocol):
+    """Of the first batch (hf/first_batch.py)."""
+
+    @property
+    def waits(self) -> bool: ...
+
+    def before(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        loss_of: LossOf,
+        *,
+        num_items: int = 1,
+        named: str = "the loss",
+        numbers_of: object = None,
+    ) -> None: ...
+
 
 class Strategy(abc.ABC):
     """The group of one Trainer, and the functions that stand in for its methods. Every rank of the world builds it.
 
     Raises RefusedError, ConfigError.
     """
-
-    makes_batches = False  # whether the Trainer makes the batches of its loss itself, of what its data loader gives
 
     def __init__(self, trainer: Trainer, base: PreTrainedModel, config: Config, patches: Patches) -> None:
         self.trainer, self.base, self.config, self.patches = trainer, base, config, patches
@@ -61,9 +84,11 @@ class Strategy(abc.ABC):
         self.packing = Packing(base, causal=self.causal, hybrid=hybrid, speaks=speaks)
         routers = getattr(base.config.get_text_config(), "output_router_logits", False)
         self.routers_checked = bool(routers or getattr(trainer, "aux_loss_enabled", False))  # by TRL's fused head
-        self.training_checked = False
+        self.training_checked = self.step_checked = False
         self.positions = Positions(base, patches)
         self.of_model: frozenset[str] = frozenset()  # what the model takes besides text
+        self.num_batches = 0  # that were sharded
+        self.proof: Proof | None = None
         self.trace: Trace | None = None  # of the first batch, while it is proved
         self.calls: tuple[int, int] | None = None  # of ringtile's attention and recurrences, when it was proved
         self.call_at_seam: Call | None = None  # of the first batch, before the language model
@@ -90,10 +115,14 @@ class Strategy(abc.ABC):
         self.replace(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
         self.replace(trainer, "floating_point_ops", self._floating_point_ops)
         self.patches.set(accelerator, "_prepare_cp", self._prepare_cp)
+        self.replace(trainer, "training_step", self._training_step)
         if not accelerate_knows_groups(accelerator):
+            for counts in ("get_batch_samples", "_get_num_items_in_batch"):
+                self.replace(trainer, counts, self.in_one_process)
             self.replace(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
             self.replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
         self.install_loss()
+        self.loss_function = getattr(self.base, "_loss_function", None)
         self.dropout.install(self.base, self.entry, self.patches)
 
     def replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -117,6 +146,31 @@ class Strategy(abc.ABC):
         install_balancing_loss(wrapped, base, self.patches)
         adapters.scale_regularizer(wrapped, self.patches)
         self.patches.on_restore(functools.partial(forget_checkpoints, wrapped))
+
+    @contextlib.contextmanager
+    def as_one_process(self) -> Iterator[None]:
+        """Inside, the Trainer and the modules of TRL that it is of see a group as one process."""
+        trainer = self.trainer
+        if self.group.size == 1 or isinstance(trainer.accelerator, OneProcess):
+            yield
+            return
+        patches, one = Patches(), OneProcess(trainer.accelerator, self.group)
+        vllm = getattr(trainer, "vllm_generation", None)
+        for owner in [trainer] + [vllm] * (vllm is not None):
+            patches.set(owner, "accelerator", one)
+        names = {cls.__module__ for owner in (trainer, vllm) for cls in type(owner).__mro__}
+        for module in [sys.modules[name] for name in names if name.startswith("trl.")]:
+            for name in _GATHERS & vars(module).keys():
+                patches.set(module, name, getattr(one, name))
+        try:
+            yield
+        finally:
+            patches.restore()
+
+    def in_one_process(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method of the Trainer's that counts processes."""
+        with self.as_one_process():
+            return original(*args, **kwargs)
 
     # ---- one batch ------------------------------------------------------------------------------
 
@@ -156,6 +210,7 @@ class Strategy(abc.ABC):
         if self.proves_whole and not is_tree and self._is_plain(inputs):
             return self._whole(inputs), None
         local.update(asked)
+        self.num_batches += 1
         batch.group, batch.mean_share = self.group, 1 / batch.sequence.world_size
         assert batch.token_weights is not None
         shape = (batch.token_weights.size(0), batch.sequence.local_len)
@@ -173,6 +228,19 @@ class Strategy(abc.ABC):
             layers=self.layers,
             besides=self.of_model,
         )
+
+    def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+        """The first one raises RefusedError if it shards nothing: every rank then computes whole rows."""
+        before = self.num_batches
+        loss: Tensor = original(*args, **kwargs)
+        if not self.step_checked and self.num_batches == before:
+            raise RefusedError(
+                f"the loss of {type(self.trainer).__name__} in the first training step did not call the model that "
+                f"ringtile shards, so that each rank computed whole rows; expected a compute_loss that was set before "
+                f"ringtile.enable, and that calls its argument `model`, not a part of it (model.model, model.lm_head)"
+            )
+        self.step_checked = True
+        return loss
 
     # ---- the first batch ------------------------------------------------------------------------
 
@@ -201,10 +269,6 @@ class Strategy(abc.ABC):
         self.trace.begin(call)
         return self.trace.source(path, embeddings)
 
-    def of_cut(self, model: nn.Module, cut: dict[str, Any]) -> dict[str, Any]:
-        """A cut of a batch, with what was computed from the whole rows computed from the cut."""
-        return cut
-
     def _is_plain(self, inputs: Mapping[str, Any]) -> bool:
         """Whether transformers' own code computes in this batch what ringtile's does."""
         main = main_input((), dict(inputs))
@@ -218,7 +282,10 @@ class Strategy(abc.ABC):
         if seen.get("attention_mask") is not None:
             seen["attention_mask"] = seen["attention_mask"].ne(0).to(torch.int64)
         separate = bool(positions_separate(self.base, self.causal))
-        return mask_of_batch(seen, rows, seq_len, separate, self.causal) == mask
+        try:
+            return mask_of_batch(seen, rows, seq_len, separate, self.causal) == mask
+        except (RefusedError, MaskNotExpressibleError):  # of what transformers sees of the batch
+            return False
 
     def _whole(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The batch as one process has it."""
@@ -250,12 +317,27 @@ class Strategy(abc.ABC):
     def prepare_training(self, model: nn.Module) -> None:
         """Prepares a model to train, and checks the first one: only then has its engine wrapped it."""
         if model.training and not self.training_checked:
+            self.check_unchanged()
             if self.group.size > 1:
                 checks.check_training_model(model)
             self.dropout.check(self.base)
             self.training_checked = True
         if model.training:
             keep_in_checkpoints(model)
+
+    def check_unchanged(self) -> None:
+        """RefusedError: what `ringtile.enable` has replaced was replaced again since."""
+        if getattr(self.base, "_loss_function", None) is not self.loss_function:
+            raise RefusedError(
+                f"the loss_function of {type(self.base).__name__} was set after ringtile.enable; expected it before: "
+                f"call ringtile.enable after it"
+            )
+        implementation = self.base.config.get_text_config()._attn_implementation
+        if implementation != attention.NAME:
+            raise RefusedError(
+                f"the attention of {type(self.base).__name__} was set to {implementation} after ringtile.enable; "
+                f"expected {attention.NAME}, which ringtile.enable sets: call it after set_attn_implementation"
+            )
 
     # ---- transformers' and accelerate's own context parallelism ---------------------------------
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -127,7 +127,7 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
         group = strategy.group
     elif only_data_parallel(trainer):
         Alone(trainer, base, functools.partial(_shard, trainer, base, config)).install(patches)
-    _attach_callbacks(trainer, config, group, patches)
+    _attach_callbacks(trainer, config, group, patches, lambda: first_batch.seconds if first_batch else 0.0)
     patches.set(trainer, _SESSION, _Session(config, patches, first_batch))
 
 
@@ -148,13 +148,19 @@ def _strategy_of(trainer: Trainer) -> type[Strategy]:
     return LossOnSequences if checks.needs_full_sequences(trainer) else LossOnShards
 
 
-def _attach_callbacks(trainer: Trainer, config: Config, group: ContextParallelGroup | None, patches: Patches) -> None:
+def _attach_callbacks(
+    trainer: Trainer,
+    config: Config,
+    group: ContextParallelGroup | None,
+    patches: Patches,
+    proof_seconds: Callable[[], float],
+) -> None:
     """What has nothing to do with sharding, each in a module of its own that knows the Trainer alone."""
     if config.gc_steps is not None:
         patches.add_callback(trainer, CollectGarbage(config.gc_steps))
     if config.log_metrics:
         transport = None if group is None else transport_of(group.process_group)
-        LogMetrics(trainer, transport, 1 if group is None else group.size).install(patches)
+        LogMetrics(trainer, transport, 1 if group is None else group.size, proof_seconds).install(patches)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         Checkpoints(trainer, None).install(patches)
         return

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringtile.errors import InputError
+from ringtile.errors import InputError, RefusedError
 from ringtile.first_batch.compare import Comparison
 from ringtile.first_batch.proof import prove
 from ringtile.first_batch.run import Run, record
@@ -70,15 +70,23 @@ class Block:
 
         full = [buffer.detach() for buffer in self.buffers]
         with without_checkpoints(model), torch.compiler.set_stance("force_eager"):
-            unchanged = Unchanged(model)
+            unchanged = Unchanged(model, loss=loss)
+            if unchanged.unknown:
+                raise RefusedError(
+                    f"the loss runs more than once in this check, and {unchanged.unknown}, which cannot be put back; "
+                    f"expected a loss without it"
+                )
             try:
                 for buffer, dim in zip(self.buffers, self.dims, strict=True):
                     set_content(buffer, buffer.detach().narrow(dim, 0, seq_len).contiguous())
-                return prove(run, self.group, averages=averages, num_tokens=rows * seq_len)
+                found = prove(run, self.group, averages=averages, num_tokens=rows * seq_len)
             finally:
                 for buffer, content in zip(self.buffers, full, strict=True):
                     set_content(buffer, content)
                 unchanged.restore()
+        if found is None:
+            raise InputError("the loss of one process is not finite; expected a batch of which it is a number")
+        return found
 
     def _cut_size(self, world_size: int) -> tuple[int, int]:
         """Rows and tokens of a cut; all tokens where a Layout says which rank holds them."""
