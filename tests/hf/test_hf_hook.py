@@ -79,6 +79,32 @@ def test_ledger_restores_child_modules():
     assert parent[0] is child
 
 
+def test_an_undo_that_fails_does_not_stop_the_others():
+    def fail():
+        raise KeyError("undo")
+
+    owner = types.SimpleNamespace(first=1, last=1)
+    patches = Patches()
+    patches.set(owner, "first", 2)
+    patches.on_restore(fail)
+    patches.set(owner, "last", 2)
+    with pytest.raises(KeyError, match="undo"):
+        patches.restore()
+    assert vars(owner) == {"first": 1, "last": 1}
+    patches.restore()
+
+
+def test_what_another_library_has_put_back_is_no_error():
+    trainer = make_trainer()
+    before, callbacks = _snapshot(trainer), trainer.callback_handler.callbacks[:]
+    ringtile.enable(trainer, {"tiled_mlp": True, "gc_steps": 5})
+    del trainer.get_batch_samples, trainer.prediction_step
+    trainer.callback_handler.callbacks = callbacks
+    ringtile.restore(trainer)
+    assert _differences(before, _snapshot(trainer)) == []
+    assert trainer.callback_handler.callbacks == callbacks
+
+
 # ---- enable and restore -------------------------------------------------------------------------
 
 
@@ -317,6 +343,28 @@ def test_auto_enables_trainers_built_afterwards(tmp_path):
     path = tmp_path / "ringtile.yaml"
     path.write_text("context_parallel_size: 2\n")
     assert run_ranks(2, _auto, str(path)) == [(2, True, False)] * 2
+
+
+class _Subclass(Trainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+def test_auto_that_refuses_a_subclass_does_so_each_time_that_it_is_used(tmp_path, monkeypatch):
+    from ringtile.hf.auto import install
+
+    path = tmp_path / "ringtile.yaml"
+    path.write_text("context_parallel_size: 2\n")
+    monkeypatch.setenv("RINGTILE_CONFIG", str(path))
+    patches = install()
+    try:
+        trainer = make_trainer(trainer_class=_Subclass)
+    finally:
+        patches.restore()
+    for name in ("train", "train", "evaluate", "predict"):
+        with pytest.raises(ringtile.ConfigError, match="context_parallel_size is 2 but there is 1 rank"):
+            getattr(trainer, name)()
+    assert trainer.state.global_step == 0
 
 
 def test_auto_without_the_variable_says_so(monkeypatch):

@@ -49,7 +49,11 @@ def _enable_when_used(trainer: Trainer, config: Config) -> None:
 
     def use(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         until_used.restore()
-        enable(trainer, config)
+        try:
+            enable(trainer, config)
+        except BaseException:
+            _enable_when_used(trainer, config)  # the next use must not run without ringtile
+            raise
         return getattr(trainer, original.__name__)(*args, **kwargs)
 
     for name in _USES:

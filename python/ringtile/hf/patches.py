@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
@@ -19,7 +20,7 @@ class Patches:
     """
 
     def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo = contextlib.ExitStack()
         self._entries: list[tuple[object, str]] = []
         _records.add(self)
 
@@ -46,7 +47,7 @@ class Patches:
             original = held[name]
             self.on_restore(lambda: setattr(owner, name, original))
         else:
-            self.on_restore(lambda: delattr(owner, name))
+            self.on_restore(lambda: delattr(owner, name) if name in vars(owner) else None)
         self._entries.append((owner, name))
         setattr(owner, name, value)
 
@@ -57,7 +58,12 @@ class Patches:
     def add_callback(self, trainer: Trainer, callback: TrainerCallback) -> None:
         """Adds a callback to a Trainer."""
         trainer.add_callback(callback)
-        self.on_restore(functools.partial(trainer.remove_callback, callback))
+
+        def remove() -> None:
+            if callback in trainer.callback_handler.callbacks:
+                trainer.remove_callback(callback)
+
+        self.on_restore(remove)
 
     def share(self, owner: ModuleType, name: str, replacement: Callable[..., Any]) -> None:
         """Does so with a function of a module, until the last record that shares its replacement is restored."""
@@ -70,13 +76,15 @@ class Patches:
 
     def on_restore(self, undo: Callable[[], None]) -> None:
         """Runs `undo` when everything is restored, for changes that are more than one attribute."""
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     def restore(self) -> None:
-        """Undoes every change, last first. A second call does nothing."""
+        """Undoes every change, last first. A second call does nothing.
+
+        An undo that fails does not stop the others; its error is raised after the last one.
+        """
         self._entries.clear()
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
 
 def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
