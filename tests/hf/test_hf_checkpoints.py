@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import signal
 import subprocess
+import sys
 
 import pytest
 import ringtile
@@ -48,18 +49,11 @@ def copy(saved, tmp_path):
     return pathlib.Path(shutil.copytree(saved[0], tmp_path / "copy"))
 
 
-def _flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[-20] ^= 1
-    path.write_bytes(content)
-
-
 def _truncate(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
 DAMAGE = {
-    "is not what was saved": _flip_a_bit,
     "is missing": pathlib.Path.unlink,
     "bytes, ": _truncate,
 }
@@ -80,10 +74,41 @@ def test_damage_is_named(words, name, copy):
     assert find(str(copy)) == copy / "checkpoint-2"
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"files": 3}', '{"files": {"a": 1}}', "\xff"])
-def test_damaged_manifest_is_named(text, copy):
-    (copy / "checkpoint-4" / MANIFEST).write_text(text, encoding="latin-1")
-    assert damage_of(copy / "checkpoint-4") == f"{MANIFEST} is not readable"
+MANIFESTS = {
+    "empty": "",
+    "a list": "[]",
+    "null": "null",
+    "files are a number": '{"files": 3}',
+    "no files": '{"files": {}}',
+    "no trainer_state.json": '{"files": {"model.safetensors": 3}}',
+    "not ASCII": "\xff",
+    "deep": "[" * 100_000,
+    "deep mappings": '{"files":' * 50_000,
+    "infinite": '{"files": {"trainer_state.json": 1e999}}',
+    "not a number": '{"files": {"trainer_state.json": NaN}}',
+    "true": '{"files": {"trainer_state.json": true}}',
+    "of many digits": '{"files": {"trainer_state.json": ' + "9" * 5000 + "}}",
+    "a long name": '{"files": {"' + "x" * 5000 + '": 1, "trainer_state.json": 1}}',
+    "a name with a zero": '{"files": {"a\\u0000b": 1, "trainer_state.json": 1}}',
+    "sizes and checksums": '{"files": {"trainer_state.json": [1, "x"]}}',
+}
+
+
+@pytest.mark.parametrize("text", MANIFESTS)
+def test_damaged_manifest_is_named(text, tmp_path):
+    (tmp_path / "trainer_state.json").touch()
+    (tmp_path / MANIFEST).write_text(MANIFESTS[text], encoding="latin-1")
+    said = damage_of(tmp_path)
+    assert said in (f"{MANIFEST} is not readable", f"{'a' + chr(0) + 'b'} is missing")
+
+
+def test_a_manifest_that_is_no_file_is_named(tmp_path):
+    (tmp_path / "trainer_state.json").touch()
+    os.mkfifo(tmp_path / MANIFEST)
+    assert damage_of(tmp_path) == f"{MANIFEST} is not readable"
+    (tmp_path / MANIFEST).unlink()
+    (tmp_path / MANIFEST).mkdir()
+    assert damage_of(tmp_path) == f"{MANIFEST} is not readable"
 
 
 def _resumes(folder, resume, **options):
@@ -94,10 +119,10 @@ def _resumes(folder, resume, **options):
 
 
 def test_resume_refuses_a_damaged_checkpoint_on_every_rank_and_finds_the_whole_one(saved, copy):
-    _flip_a_bit(copy / "checkpoint-4" / "model.safetensors")
+    _truncate(copy / "checkpoint-4" / "model.safetensors")
     (copy / "checkpoint-4" / "rng_state_7.pth").touch()  # of a larger world
     for message in run_ranks(2, _resumes, copy, str(copy / "checkpoint-4")):
-        assert "checkpoint-4 is damaged: model.safetensors is not what was saved" in message
+        assert "checkpoint-4 is damaged: model.safetensors has " in message
     for weights in run_ranks(2, _resumes, copy, True):  # goes on from step 2 to step 4
         assert all(torch.equal(weight, saved[1][name]) for name, weight in weights.items())
     assert damage_of(copy / "checkpoint-4") is None
@@ -108,9 +133,9 @@ def test_no_whole_checkpoint_is_named(copy):
     for name in ("checkpoint-2", "checkpoint-4"):
         (copy / name / "optimizer.pt").unlink()
     with pytest.raises(CheckpointError, match=r"checkpoint-4: optimizer.pt is missing; .*checkpoint-2: optimizer.pt"):
-        _train(copy, True, {"tiled_mlp": True})
+        find(str(copy))
     with pytest.raises(CheckpointError, match="which is no folder"):
-        _train(copy, str(copy / "checkpoint-5"), {"tiled_mlp": True})
+        checkpoints.check(copy / "checkpoint-5")
 
 
 LEFT = {
@@ -171,11 +196,48 @@ def test_fsdp_refuses_a_checkpoint_of_ddp(copy):
         assert "was saved under DDP or one process, and this training runs under FSDP (FULL_STATE_DICT);" in message
 
 
-def test_a_checkpoint_without_optimizer_state_is_refused(tmp_path):
-    """transformers would go on with a new optimizer, and say nothing."""
-    _train(tmp_path, config={"tiled_mlp": True}, save_only_model=True, max_steps=2)
-    with pytest.raises(CheckpointError, match="checkpoint-2 holds no optimizer state; expected"):
-        _train(tmp_path, True, {"tiled_mlp": True})
+def _resumes_without_optimizer(folder):
+    _train(folder, save_only_model=True, max_steps=2)
+    return _train(folder, True)
+
+
+def test_a_checkpoint_without_optimizer_state_is_resumed_as_transformers_does(tmp_path):
+    """With a new optimizer, as the user asked for by save_only_model."""
+    options = {**SAVING, "per_device_train_batch_size": 2}
+    for folder, resume, steps in ((tmp_path / "one", None, 2), (tmp_path / "one", True, 4)):
+        alone = make_trainer(folder=str(folder), **{**options, "max_steps": steps, "save_only_model": True})
+        alone.train(resume_from_checkpoint=resume)
+    for weights in run_ranks(2, _resumes_without_optimizer, tmp_path / "two"):
+        for name, weight in alone.model.named_parameters():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5)
+
+
+def _no_file_is_read(folder):
+    read = []
+
+    def audit(event, arguments):
+        if event == "open" and armed and str(arguments[0]).startswith(str(folder)) and arguments[1] in ("r", "rb"):
+            read.append(str(arguments[0]))
+
+    armed = True
+    sys.addaudithook(audit)
+    _train(folder, max_steps=2)
+    armed = False
+    return read
+
+
+def test_a_save_reads_no_file_back(tmp_path):
+    assert run_ranks(2, _no_file_is_read, tmp_path) == [[], []]
+    files = json.loads((tmp_path / "checkpoint-2" / MANIFEST).read_text())["files"]
+    assert files == {
+        path.name: path.stat().st_size for path in (tmp_path / "checkpoint-2").iterdir() if path.name != MANIFEST
+    }
+
+
+def test_nothing_is_written_where_no_sequence_is_sharded(tmp_path):
+    _train(tmp_path, config={"tiled_mlp": True})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(MANIFEST)]
 
 
 def test_checkpoint_without_a_manifest_is_accepted_with_a_warning(copy, caplog):
@@ -190,7 +252,7 @@ class _KilledWhileSaving(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 4:
-            checkpoints._checksums = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+            checkpoints._sizes = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_save_that_was_killed_is_not_whole(tmp_path):
@@ -205,7 +267,7 @@ def test_a_save_that_was_killed_is_not_whole(tmp_path):
 
 
 def test_older_checkpoints_are_deleted_after_the_new_one_is_whole(tmp_path):
-    _train(tmp_path, config={"tiled_mlp": True}, save_total_limit=1)
+    run_ranks(2, _train, tmp_path, save_total_limit=1)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
     manifest = json.loads((tmp_path / "checkpoint-4" / MANIFEST).read_text())
     assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json"} <= manifest["files"].keys()

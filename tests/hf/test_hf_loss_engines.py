@@ -95,7 +95,7 @@ def test_trl_keeps_its_own_tiles() -> None:
     plain = train(None, evaluate=False, **options)
     with (
         mock.patch.object(TiledLogits, "__init__", side_effect=AssertionError("called the output projection")),
-        mock.patch("ringtile.hf.trainer._log") as told,
+        mock.patch("ringtile.hf.trainer.logger.info") as told,
     ):
         tiled = train({**TILED}, evaluate=False, **options)
     assert told.call_args.args[0].endswith("tiled_loss without effect, since TRL's own head runs in tiles")

@@ -1,11 +1,10 @@
 """A rank that dies or stops while a Trainer runs is named by all others, by its rank in the world, in every phase."""
 
+import contextlib
 import dataclasses
 import gc
 import os
 import signal
-import types
-import warnings
 import weakref
 
 import pytest
@@ -15,9 +14,9 @@ from faults.counts import Counts
 from faults.training_kills import PHASES, Trial, run
 from hf_training import make_trainer
 from pool import Pool, run_command, run_ranks
-from ringtile import enable
+from ringtile import PeerLostError, enable, restore
 from ringtile.hf.patches import Patches
-from ringtile.hf.peers import Peers, limit_timeouts, of_a_collective
+from ringtile.hf.peers import Peers, of_a_collective
 from test_cli_train import TRAINING, write_config
 from torch.distributed import distributed_c10d
 from transformers import Trainer, TrainerCallback
@@ -108,24 +107,50 @@ def test_other_errors_stay_what_they_are():
         pool.close()
 
 
-def _timeouts():
-    group = dist.new_group()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)  # as torch warns of a deprecated function
-        limit_timeouts(7.0)
-    found = [each._get_backend(torch.device("cpu")).options._timeout for each in (dist.group.WORLD, group)]
-    limit_timeouts(60.0)
-    dist.barrier(group)  # a rank that closes it sooner may end the connecting of the other
-    dist.destroy_process_group(group)
-    return [timeout.total_seconds() for timeout in found]
+def _one_rank_saves(fails):
+    """Whom each rank names: rank 0 calls save_model() alone, then rank 2 fails in train()."""
+    peers, rank = Peers(10.0), dist.get_rank()
+    if rank == 0:
+        with contextlib.suppress(OSError), peers.named("save_model"):
+            if fails:
+                raise OSError("no room")
+    with pytest.raises((ValueError, PeerLostError)) as raised, peers.named("train"):
+        raise ValueError("of rank 2") if rank == 2 else RuntimeError("[gloo/transport/tcp/pair.cc:1] closed")
+    return str(raised.value)
 
 
-def test_timeout_holds_for_all_groups():
-    assert run_ranks(2, _timeouts) == [[7.0, 7.0]] * 2
+@pytest.mark.parametrize("fails", [False, True])
+def test_save_model_on_one_rank_alone_leaves_the_others_names_right(fails):
+    pool = Pool(3)
+    try:
+        said = pool.run(_one_rank_saves, fails)
+    finally:
+        pool.close()
+    for rank in (0, 1):
+        assert said[rank].startswith(f"rank 2 was lost in train() of rank {rank}: ValueError: of rank 2"), said
+    assert said[2] == "of rank 2"
 
 
-def _timeout_in_training():
-    """Of the world's group, in the first step of a Trainer in a script."""
+def _failures_in_turn():
+    """Whom each rank names in a second training, after one in which all have failed because of another rank."""
+    peers, rank, said = Peers(10.0), dist.get_rank(), []
+    for lost in (1, 2):
+        with pytest.raises((ValueError, PeerLostError)) as raised, peers.named("train"):
+            raise ValueError("it") if rank == lost else RuntimeError("[gloo/transport/tcp/pair.cc:1] closed")
+        said.append(str(raised.value).partition(" was lost")[0])
+    return said
+
+
+def test_a_second_failure_is_not_taken_for_the_first():
+    pool = Pool(3)
+    try:
+        assert pool.run(_failures_in_turn) == [["rank 1", "rank 2"], ["it", "rank 2"], ["rank 1", "it"]]
+    finally:
+        pool.close()
+
+
+def _timeout_of_the_world():
+    """Of the world's group: before enable, in a training, and after restore."""
     found = []
 
     class Look(TrainerCallback):
@@ -133,18 +158,18 @@ def _timeout_in_training():
             found.append(dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
     trainer = make_trainer(max_steps=1)
-    enable(trainer, {"context_parallel_size": 2, "timeout_seconds": 7.0})
     trainer.add_callback(Look())
+    look = trainer.callback_handler.callbacks[-1]
+    look.on_step_begin()
+    enable(trainer, {"context_parallel_size": 2, "timeout_seconds": 7.0})
     trainer.train()
-    return found
+    restore(trainer)
+    look.on_step_begin()
+    return len(set(found)), len(found)
 
 
-def test_timeout_holds_for_the_collectives_of_a_trainers_engine():
-    pool = Pool(2)
-    try:
-        assert pool.run(_timeout_in_training) == [[7.0]] * 2
-    finally:
-        pool.close()
+def test_timeout_seconds_leaves_the_engines_timeout_alone():
+    assert run_ranks(2, _timeout_of_the_world) == [(1, 3)] * 2
 
 
 def _group_after_destroy():
@@ -167,17 +192,3 @@ def test_a_trainer_does_not_keep_its_group():
         assert pool.run(_group_after_destroy) == [(True, 1)] * 2
     finally:
         pool.close()
-
-
-@pytest.mark.parametrize("public", [True, False])
-def test_timeout_is_set_by_torchs_public_function_where_there_is_one(public, monkeypatch):
-    called = []
-    if public:
-        monkeypatch.setattr(dist, "set_timeout", lambda timeout, group: called.append(("public", group)), raising=False)
-    else:
-        monkeypatch.delattr(dist, "set_timeout", raising=False)
-    private = "_set_pg_timeout"
-    monkeypatch.setattr(distributed_c10d, private, lambda timeout, group: called.append((private, group)))
-    monkeypatch.setattr(distributed_c10d, "_world", types.SimpleNamespace(pg_map={"a group": None}))
-    limit_timeouts(7.0)
-    assert called == [("public" if public else private, "a group")]

@@ -7,9 +7,12 @@ import math
 from typing import Any
 
 import pytest
-from hf_rollouts import train_rollouts
+import ringtile
+import torch
+from hf_rollouts import make_rollouts, train_rollouts
 from hf_training import TOLERANCE, Run
 from pool import run_ranks
+from ringtile.random_states import random_digest
 
 # Old log-probs, from the second update on; clipping; a reference model; fewer tokens than there are; truncated ones.
 ALL = {
@@ -94,6 +97,29 @@ def test_equals_one_process(world: int, config: dict[str, Any], options: dict[st
     expected = train_rollouts(None, **options) if groups == 1 else run_ranks(groups, train_rollouts, None, **options)[0]
     for run in run_ranks(world, train_rollouts, config, group=size, **options, **ranks):
         assert_equal(run, expected)
+
+
+def random_numbers_before_and_after() -> list[str]:
+    trainer = make_rollouts(group=2)
+    digests = [random_digest()]
+    for draws in (False, True):
+        ringtile.enable(trainer, {"context_parallel_size": 2})
+        digests.append(random_digest())
+        if draws:
+            torch.rand(1)
+            digests.append(random_digest())
+        ringtile.restore(trainer)
+        digests.append(random_digest())
+    return digests
+
+
+def test_restore_puts_back_the_random_numbers_unless_some_were_drawn() -> None:
+    for rank, digests in enumerate(run_ranks(2, random_numbers_before_and_after)):
+        before, enabled, after, again, drawn, at_last = digests
+        assert before == after
+        assert (enabled == before) == (rank == 0)  # TRL seeds each process with its index, which is that of the group
+        assert again == enabled
+        assert at_last == drawn
 
 
 def assert_equal(run: Run, expected: Run, tolerance: float = TOLERANCE) -> None:

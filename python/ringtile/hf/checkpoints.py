@@ -1,21 +1,21 @@
 """Checkpoints that are whole, or refused by name.
 
-A manifest lists every file of a checkpoint with its size and checksum. It is written once all ranks have written their
-files; older checkpoints are deleted only after that. While files are written or deleted, a draft stands in its place. A
-checkpoint is whole if its files are those of its manifest.
+A manifest lists every file of a checkpoint with its size. Rank 0 writes it once all ranks have written their files,
+and reads none of them: the others are in the next step by then, and wait for it. Older checkpoints are deleted only
+after that. While files are written or deleted, a draft stands in its place. A checkpoint is whole if its files have
+the sizes that its manifest says.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
 import pathlib
 import shutil
+import stat
 from collections.abc import Callable, Mapping, Set
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -30,16 +30,16 @@ from ringtile.hf.peers import Peers, of_a_collective
 
 MANIFEST = "ringtile_manifest.json"
 _DRAFT = f"{MANIFEST}.new"
-_VERSION = 1
-_CHUNK_BYTES = 1 << 20
+_VERSION = 2
+_MAX_BYTES = 1 << 26  # of a manifest: room for half a million files
 
 logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one Trainer. peers: the other ranks; None: there are none."""
+    """The checkpoints of one Trainer, whose ranks share sequences."""
 
-    def __init__(self, trainer: Trainer, peers: Peers | None) -> None:
+    def __init__(self, trainer: Trainer, peers: Peers) -> None:
         self._trainer, self._peers = trainer, peers
 
     def install(self, patches: Patches) -> None:
@@ -68,7 +68,7 @@ class Checkpoints:
             original(model, trial)
             trainer.accelerator.wait_for_everyone()
             if args.should_save:
-                _write_manifest(folder, _checksums(folder))
+                _write_manifest(folder, _sizes(folder))
         except Exception as error:
             if isinstance(error, RingtileError) or of_a_collective(error) or not _is_of_writing(error):
                 raise
@@ -76,8 +76,7 @@ class Checkpoints:
                 f"{folder} could not be saved on rank {args.process_index}: {' '.join(str(error).split())}; "
                 f"{_last_whole(run, but=folder)}"
             )
-            if self._peers is not None:
-                self._peers.leave(failure)
+            self._peers.leave(failure)
             raise failure from error
         finally:
             args.save_total_limit = limit
@@ -104,8 +103,7 @@ class Checkpoints:
                 answer[0] = folder
             except CheckpointError as error:
                 answer[1] = str(error)
-        if self._peers is not None:
-            dist.broadcast_object_list(answer)
+        dist.broadcast_object_list(answer)
         path, wrong = answer
         if wrong is not None:
             raise CheckpointError(wrong)
@@ -152,7 +150,7 @@ def _engine_of(trainer: Trainer) -> str:
 
 
 def _check_engine(folder: pathlib.Path, engine: str) -> None:
-    """Raises CheckpointError unless this engine saved the checkpoint, with the state of the optimizer."""
+    """Raises CheckpointError if another engine saved the state of the optimizer, which this one would not find."""
     engines = {
         "optimizer.pt": _PLAIN,
         "optimizer.bin": "FSDP (FULL_STATE_DICT)",
@@ -160,12 +158,7 @@ def _check_engine(folder: pathlib.Path, engine: str) -> None:
         "latest": "DeepSpeed",
     }
     saved = next((engines[path.name] for path in folder.iterdir() if path.name in engines), None)
-    if saved is None:
-        raise CheckpointError(
-            f"resume_from_checkpoint: {folder} holds no optimizer state; expected a checkpoint saved with it: set "
-            "save_only_model to false, or start anew from its weights"
-        )
-    if saved != engine:
+    if saved not in (None, engine):  # without any (save_only_model), transformers begins with a new optimizer
         raise CheckpointError(
             f"resume_from_checkpoint: {folder} was saved under {saved}, and this training runs under {engine}; "
             "expected the same: change this training's, or start anew from its weights"
@@ -175,24 +168,23 @@ def _check_engine(folder: pathlib.Path, engine: str) -> None:
 def damage_of(folder: pathlib.Path) -> str | None:
     """The first difference between a checkpoint and its manifest; None: it is whole, or has no manifest."""
     try:
-        files = _read_manifest(folder)
+        return _first_difference(folder, _read_manifest(folder))
     except FileNotFoundError:
         if (folder / _DRAFT).exists():
             return "its training ended while it was being saved or deleted"
         # Of all files of a checkpoint, transformers writes this one last.
         return None if (folder / TRAINER_STATE_NAME).exists() else f"{TRAINER_STATE_NAME} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError):
         return f"{MANIFEST} is not readable"
-    for name, (size, _) in files.items():
-        if not (folder / name).is_file():
+
+
+def _first_difference(folder: pathlib.Path, files: Mapping[str, int]) -> str | None:
+    for name, size in files.items():
+        path = folder / name
+        if not path.is_file():
             return f"{name} is missing"
-        if (got := (folder / name).stat().st_size) != size:
+        if (got := path.stat().st_size) != size:
             return f"{name} has {got} bytes, {size} were saved"
-    paths = [folder / name for name in files]
-    with ThreadPoolExecutor() as pool:
-        for (name, (_, saved)), checksum in zip(files.items(), pool.map(_checksum, paths), strict=True):
-            if checksum != saved:
-                return f"{name} is not what was saved: its checksum differs"
     return None
 
 
@@ -244,8 +236,8 @@ def _empty(folder: pathlib.Path) -> None:
 # ---- the manifest -------------------------------------------------------------------------------
 
 
-def _write_manifest(folder: pathlib.Path, files: Mapping[str, tuple[int, str]]) -> None:
-    """Writes a draft, which then takes the manifest's place. files: (size in bytes, checksum) by name."""
+def _write_manifest(folder: pathlib.Path, files: Mapping[str, int]) -> None:
+    """Writes a draft, which then takes the manifest's place. files: sizes in bytes by name."""
     with (folder / _DRAFT).open("w", encoding="ascii") as file:
         json.dump({"version": _VERSION, "files": files}, file, indent=1)
         file.flush()
@@ -253,27 +245,25 @@ def _write_manifest(folder: pathlib.Path, files: Mapping[str, tuple[int, str]]) 
     (folder / _DRAFT).replace(folder / MANIFEST)
 
 
-def _read_manifest(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
-    files = json.loads((folder / MANIFEST).read_text(encoding="ascii"))["files"]
-    return {str(name): (int(size), str(digest)) for name, (size, digest) in files.items()}
+def _read_manifest(folder: pathlib.Path) -> dict[str, int]:
+    """Sizes in bytes by name. Raises FileNotFoundError, OSError, RecursionError or ValueError."""
+    path = folder / MANIFEST
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:  # a FIFO would be waited for
+        raise ValueError(f"{path} is no file of a manifest's size")
+    manifest = json.loads(path.read_text(encoding="ascii"))
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict) or TRAINER_STATE_NAME not in files:  # without it, transformers does not resume
+        raise ValueError(f"{path} does not list {TRAINER_STATE_NAME}")
+    if not all(type(size) is int for size in files.values()):
+        raise ValueError(f"{path} has a size that is no number of bytes")
+    return files
 
 
-def _checksums(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
+def _sizes(folder: pathlib.Path) -> dict[str, int]:
+    """The size of each file of a checkpoint in bytes, by its path in the folder."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(MANIFEST)]
-    with ThreadPoolExecutor() as pool:  # hashlib and files let other threads run
-        checksums = list(pool.map(_checksum, paths))
-    return {
-        path.relative_to(folder).as_posix(): (path.stat().st_size, checksum)
-        for path, checksum in zip(paths, checksums, strict=True)
-    }
-
-
-def _checksum(path: pathlib.Path) -> str:
-    digest = hashlib.blake2b(digest_size=32)
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
 
 
 def _is_of_writing(error: Exception) -> bool:

@@ -9,7 +9,6 @@ rank hears of it. A rank that is stopped says nothing.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,9 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from transformers import TrainerCallback
 
-from ringtile.ending import end_soon_if_uncaught
 from ringtile.errors import PeerLostError, with_kind
 from ringtile.hf.patches import Patches
 from ringtile.transport import failures, sockets
@@ -29,19 +26,6 @@ from ringtile.transport.groups import transport_of
 from ringtile.transport.transport import Transport, reason_of
 
 _SEARCH_SECONDS = 1.25  # how long a rank waits for its neighbours to fail too, of the 2 s that its end may take
-
-
-class LimitTimeouts(TrainerCallback):
-    """Makes `timeout_seconds` hold for the collectives of the engine too, whose groups all exist by then.
-
-    Not earlier: reading the data, for which the other ranks wait, may take longer.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        limit_timeouts(self.seconds)
 
 
 class Peers:
@@ -55,6 +39,7 @@ class Peers:
         self._world_rank = world_rank
         self._failure: PeerLostError | None = None
         self._depth = 0  # of `named`: how deep this rank is in it
+        self._failed = False  # whether the other ranks have heard that this one has, since `named` last began
         neighbours = failures.neighbours(self.rank, world_size)
 
         def exchange(hello: bytes) -> dict[int, bytes]:
@@ -82,9 +67,12 @@ class Peers:
     def named(self, what: str) -> Iterator[None]:
         """Turns the loss of a rank inside the context into a PeerLostError that names it by its rank in the world.
 
-        Any other error is told to the other ranks, which will lose this one, unless they fail too.
+        Any other error is told to the other ranks, which will lose this one, unless they fail too; but not one of
+        save_model(), which a rank may call alone: if the program goes on after it, no other rank has failed.
         """
-        self._detector.period += self._depth == 0
+        if self._depth == 0 and self._failed:
+            self._detector.period += 1
+            self._failed = False
         self._depth += 1
         try:
             yield
@@ -95,20 +83,20 @@ class Peers:
         except Exception as error:
             if of_a_collective(error):
                 self._give_up(what, error, None)
-            if self._depth == 1:
-                self._detector.fail(with_kind(error), self.rank)
+            if self._depth == 1 and what != "save_model":
+                self._tell(with_kind(error), self.rank)
             raise
         finally:
             self._depth -= 1
 
     def _give_up(self, what: str, error: Exception, suspect: Loss | None) -> NoReturn:
         """Raise PeerLostError, and leave the world: the others hear of it, and none of them waits for this rank."""
-        self._detector.fail(str(error))
+        self._tell(str(error))
         self._hang_up()  # at once: those that wait for this rank fail too, and say so
         lost = self._detector.find(suspect, f"a collective failed: {reason_of(error)}", _SEARCH_SECONDS)
         if lost is None:  # all ranks are there: it is another error
             raise error
-        self._detector.fail(lost.reason, lost.rank)
+        self._tell(lost.reason, lost.rank)
         if isinstance(error, PeerLostError) and error.rank == lost.rank:  # the ring has named it already
             self._failure = error
             raise error
@@ -117,13 +105,16 @@ class Peers:
             f"the cause"
         )
         self._failure.rank = lost.rank
-        end_soon_if_uncaught()
         raise self._failure from error
 
     def leave(self, error: Exception) -> None:
         """Tells the others that this rank fails, and why, and ends its messages."""
-        self._detector.fail(with_kind(error), self.rank)
+        self._tell(with_kind(error), self.rank)
         leave_groups(error)
+
+    def _tell(self, reason: str, *lost: int) -> None:
+        self._failed = True
+        self._detector.fail(reason, *lost)
 
     def _hang_up(self) -> None:
         if (world := _transport_on_cpu(distributed_c10d._get_default_group())) is not None:
@@ -145,14 +136,6 @@ def _transport_on_cpu(group: dist.ProcessGroup) -> Transport | None:
     except RuntimeError:
         return None
     return transport_of(group)
-
-
-def limit_timeouts(seconds: float) -> None:
-    """Sets the timeout of all process groups of this rank."""
-    # A later torch has the function under a public name, and warns of the other.
-    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-    for group in list(distributed_c10d._world.pg_map):
-        set_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 def of_a_collective(error: BaseException | None) -> bool:

@@ -27,7 +27,13 @@ from ringtile.errors import ConfigError, RefusedError, RingMismatchError
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.model import own_attention
-from ringtile.random_states import host_random_states, random_digest, random_numbers_of, set_random_states
+from ringtile.random_states import (
+    all_random_states,
+    host_random_states,
+    random_digest,
+    random_numbers_of,
+    set_random_states,
+)
 from ringtile.tiled.tiles import at_most
 
 
@@ -95,7 +101,10 @@ class LossOnRollouts(LossOnSequences):
         if hasattr(trainer, "reward_funcs"):
             patches.set(trainer, "reward_funcs", [self._reward(function) for function in trainer.reward_funcs])
             self.replace(trainer, "_calculate_rewards", self._calculate_rewards)
+        before = all_random_states()
         set_seed(trainer.args.seed + self.group.data_index)  # as TRL does with the index of a process
+        seeded = random_digest()
+        patches.on_restore(lambda: set_random_states(before) if random_digest() == seeded else None)
 
     def _score(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`_prepare_inputs`, which generates completions and computes old and reference log-probs of them."""

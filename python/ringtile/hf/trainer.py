@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Trainer
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError
 from ringtile.first_batch.compare import Comparison
-from ringtile.hf import adapters, checks, model, workers
+from ringtile.hf import adapters, checks, model
 from ringtile.hf.alone import Alone
 from ringtile.hf.checkpoints import Checkpoints
 from ringtile.hf.first_batch import FirstBatch
@@ -30,7 +30,7 @@ from ringtile.hf.norm import install_tiled_norm
 from ringtile.hf.offload import OffloadActivations
 from ringtile.hf.parallelism import deepspeed_shards_sequences, only_data_parallel, parallelism_of
 from ringtile.hf.patches import Patches
-from ringtile.hf.peers import LimitTimeouts, Peers
+from ringtile.hf.peers import Peers
 from ringtile.hf.rollouts import LossOnRollouts, generates
 from ringtile.hf.strategy import Strategy
 from ringtile.transport.groups import transport_of
@@ -76,7 +76,7 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
         return enabled.patches
     patches = Patches.of(lambda patches: _install(trainer, config, patches))
     if trainer.args.process_index == 0:
-        _log(_summary(trainer, config))
+        logger.info(_summary(trainer, config))
     return patches
 
 
@@ -102,6 +102,8 @@ def _with_accelerate_size(config: Config, trainer: Trainer) -> Config:
 
 
 def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
+    if trainer.args.process_index == 0:
+        _show_log(patches)
     base = model.base_model(trainer.model)
     if config.tiled_mlp:
         install_tiled_mlp(base, config, patches)
@@ -162,13 +164,11 @@ def _attach_callbacks(
         transport = None if group is None else transport_of(group.process_group)
         LogMetrics(trainer, transport, 1 if group is None else group.size, proof_seconds).install(patches)
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        Checkpoints(trainer, None).install(patches)
         return
     peers = Peers(config.timeout_seconds, int if group is None else group.world_rank)
     patches.on_restore(peers.close)
-    patches.add_callback(trainer, LimitTimeouts(config.timeout_seconds))
-    workers.install(trainer.accelerator, patches)
-    Checkpoints(trainer, peers).install(patches)
+    if group is not None and group.size > 1:
+        Checkpoints(trainer, peers).install(patches)
     for name in _ENTRIES:
         peers.wrap(trainer, name, patches)
 
@@ -195,9 +195,11 @@ def _summary(trainer: Trainer, config: Config) -> str:
     )
 
 
-def _log(line: str) -> None:
-    """To stderr where the program has not set up logging."""
+def _show_log(patches: Patches) -> None:
+    """Lines of the log go to stderr while a Trainer is enabled, where the program has not set up logging."""
     if not logger.hasHandlers():
-        logger.addHandler(logging.StreamHandler())
+        handler, level = logging.StreamHandler(), logger.level
+        patches.on_restore(lambda: logger.setLevel(level))
+        patches.on_restore(lambda: logger.removeHandler(handler))
+        logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-    logger.info(line)

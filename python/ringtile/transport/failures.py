@@ -74,8 +74,8 @@ class Notice(NamedTuple):
 class FailureDetector(abc.ABC):
     """One rank's part: what it has heard, and what it passes on.
 
-    period: how many periods of work this rank has begun. All ranks begin the same ones; after one in which all of them
-    failed, and went on, its notices count no more.
+    period: how often this rank has failed and then begun work again. Ranks fail together, so all of them count alike;
+    notices of an earlier period count no more.
     """
 
     def __init__(self, rank: int, world_size: int, neighbours: Sequence[int]) -> None:

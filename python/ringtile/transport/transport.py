@@ -26,7 +26,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringtile.ending import end_soon_if_uncaught
 from ringtile.errors import InputError, PeerLostError, RefusedError, RingMismatchError, RingtileError, with_kind
 from ringtile.transport.agreement import (
     FIRST_PAYLOAD_TAG,
@@ -364,7 +363,6 @@ class Transport(abc.ABC):
             f"the cause"
         )
         error.rank = suspects[0] if found is None else found.rank
-        end_soon_if_uncaught()
         return error
 
     @abc.abstractmethod
