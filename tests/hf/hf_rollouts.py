@@ -115,12 +115,14 @@ def make_rollouts(
     given: bool = True,
     folder: str | None = None,
     rewards: Any = None,
+    own_class: str = "",
     model_dropout: float = 0.0,
     more: dict[str, Any] | None = None,
     made: Callable[[], dict[str, Any]] = dict,
     **settings: Any,
 ) -> Trainer:
-    """group: the ranks that share a sequence. more: arguments of the Trainer; made: the same, the model too."""
+    """group: the ranks that share a sequence. own_class: a module with a Trainer OwnRewards. more: arguments of the
+    Trainer; made: the same, the model too."""
     enter_world()
     warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
     package = importlib.import_module("trl")
@@ -142,7 +144,8 @@ def make_rollouts(
         arguments["reward_funcs"] = rewards or [length_reward, word_reward]
         if given and kind == "GRPO":
             arguments["rollout_func"] = Given(group)
-    trainer: Trainer = getattr(package, f"{kind}Trainer")(
+    own = importlib.import_module(own_class).OwnRewards if own_class else None
+    trainer: Trainer = (own or getattr(package, f"{kind}Trainer"))(
         model=model,
         args=getattr(package, f"{kind}Config")(f"{folder}/run", **config),
         **arguments,

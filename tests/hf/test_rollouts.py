@@ -64,6 +64,7 @@ CELLS = [
     cell("adaptive entropy", 4, use_adaptive_entropy=True, entropy_coef=0.01, entropy_target=4.5, **TWICE),
     cell("two-sided clipping", delta=1.0005, off_policy_mask_threshold=1e-7, **TWICE),
     cell("unbiased KL", use_bias_correction_kl=True, **ALL),
+    cell("collectives that a subclass's module imports by name", 4, long=False, own_class="own_rewards", beta=0.1),
     cell("experts", long=False, **QWEN3_MOE),
     cell("experts", 4, **QWEN3_MOE, **ALL),
     cell("checkpointing", gradient_checkpointing=True, **ALL),

@@ -6,17 +6,22 @@ up what all of them hold. The ranks of a group hold the same rows, so each row m
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import recursively_apply
+from accelerate.utils import operations, recursively_apply
 from torch import Tensor
 
 from ringtile.hf import data
 from ringtile.hf.group import ContextParallelGroup
+
+# Functions of accelerate that count processes: modules import them by name, or by another one.
+COLLECTIVES = {getattr(operations, name): name for name in ("gather", "gather_object", "reduce")}
 
 
 class OneProcess:
@@ -41,6 +46,18 @@ class OneProcess:
     @property
     def process_index(self) -> int:
         return int(self._group.data_index)
+
+    def function(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """One of COLLECTIVES, for these processes. Its arguments have the names and defaults of the original."""
+        method, signature = getattr(self, COLLECTIVES[original]), inspect.signature(original)
+
+        @functools.wraps(original)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return method(*bound.args)
+
+        return function
 
     def gather(self, tensor: Any) -> Any:
         """Tensors (n, ...) or () -> (n * groups, ...) or (groups,), nested. Of a group, what its first rank holds."""

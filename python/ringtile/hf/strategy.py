@@ -12,6 +12,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +32,7 @@ from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.layers import layer_masks, num_layers
 from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.model_loss import loss_of_its_own, shifts_labels
-from ringtile.hf.one_process import OneProcess
+from ringtile.hf.one_process import COLLECTIVES, OneProcess
 from ringtile.hf.packing import Packing, positions_separate
 from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.patches import Patches
@@ -40,9 +41,6 @@ from ringtile.hf.seam import Seam
 from ringtile.hf.shared_rows import key_of_tree, share, unfold
 
 LossOf = Callable[[nn.Module, dict[str, Any]], Tensor | None]
-
-
-_GATHERS = {"gather", "gather_object"}  # functions of accelerate that modules of TRL import by name
 
 
 class Proof(Protocol):
@@ -149,7 +147,7 @@ class Strategy(abc.ABC):
 
     @contextlib.contextmanager
     def as_one_process(self) -> Iterator[None]:
-        """Inside, the Trainer and the modules of TRL that it is of see a group as one process."""
+        """Inside, the Trainer and the modules of its class and of its bases see a group as one process."""
         trainer = self.trainer
         if self.group.size == 1 or isinstance(trainer.accelerator, OneProcess):
             yield
@@ -158,10 +156,11 @@ class Strategy(abc.ABC):
         vllm = getattr(trainer, "vllm_generation", None)
         for owner in [trainer] + [vllm] * (vllm is not None):
             patches.set(owner, "accelerator", one)
-        names = {cls.__module__ for owner in (trainer, vllm) for cls in type(owner).__mro__}
-        for module in [sys.modules[name] for name in names if name.startswith("trl.")]:
-            for name in _GATHERS & vars(module).keys():
-                patches.set(module, name, getattr(one, name))
+        homes = {cls.__module__ for owner in (trainer, vllm) for cls in type(owner).__mro__} & sys.modules.keys()
+        for module in [sys.modules[home] for home in homes]:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, FunctionType) and value in COLLECTIVES:
+                    patches.set(module, name, one.function(value))
         try:
             yield
         finally:
