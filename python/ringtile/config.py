@@ -75,8 +75,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:
+        given = self.model_fields_set
         try:
-            Scheme.parse(self.context_parallel_scheme).check(self.context_parallel_size)
+            scheme = Scheme.parse(self.context_parallel_scheme)
+            if "context_parallel_size" in given:  # else accelerate's ParallelismConfig may give it
+                scheme.check(self.context_parallel_size)
         except InputError as error:
             raise ValueError(f"context_parallel_scheme: {error}") from None
         if self.tiled_mlp_num_shards is not None and not self.tiled_mlp:
@@ -84,7 +87,6 @@ class Config(Section):
                 f"tiled_mlp_num_shards is {self.tiled_mlp_num_shards} but tiled_mlp is false; "
                 f"set tiled_mlp: true or remove tiled_mlp_num_shards"
             )
-        given = self.model_fields_set
         if "tiled_mlp_use_original_mlp" in given and not self.tiled_mlp:
             raise ValueError(
                 f"tiled_mlp_use_original_mlp is {self.tiled_mlp_use_original_mlp} but tiled_mlp is false; "

@@ -20,7 +20,8 @@ SHORT = {"max_steps": 2, "evaluate": False}
 
 
 def test_mesh_of_accelerate_launch_equals_one_process():
-    """What `accelerate launch --use_parallelism_config --parallelism_config_cp_size 2` puts into the environment."""
+    """What `accelerate launch --use_parallelism_config --parallelism_config_cp_size 2` puts into the environment; by a
+    scheme that one rank cannot have."""
     expected = train(None, **SHORT)
     for run in run_ranks(2, _train_launched):
         assert_equal_training(run, expected)
@@ -36,7 +37,7 @@ def _train_launched():
         "FSDP_RESHARD_AFTER_FORWARD": "true",
     }
     with mock.patch.dict(os.environ, variables):
-        return train({}, engine="FSDP2", **SHORT)
+        return train({"context_parallel_scheme": "usp:2"}, engine="FSDP2", **SHORT)
 
 
 def _enable_on_mesh(config, mesh):
@@ -51,6 +52,11 @@ def _enable_on_mesh(config, mesh):
 def test_other_size_than_in_parallelism_config_is_named():
     for message in run_ranks(2, _enable_on_mesh, {"context_parallel_size": 1}, {"cp_size": 2}):
         assert "context_parallel_size is 1 but ParallelismConfig.cp_size is 2" in message
+
+
+def test_scheme_that_one_rank_cannot_have_is_named_where_accelerate_gives_no_size():
+    with pytest.raises(ringtile.ConfigError, match="context_parallel_scheme: the scheme is usp:2, but the group has 1"):
+        ringtile.enable(make_trainer(), {"context_parallel_scheme": "usp:2"})
 
 
 # ---- DeepSpeed ----------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
             f"config is a {type(config).__name__}; expected a ringtile.Config, a mapping of its keys, or the path of a "
             f"YAML file"
         )
-    config = _with_accelerate_size(Config.load(config), trainer)
+    config = _with_size(Config.load(config), trainer)
     enabled: _Session | None = vars(trainer).get(_SESSION)
     if enabled is not None:
         if enabled.config != config:
@@ -93,12 +93,16 @@ def restore(trainer: Trainer) -> None:
         session.patches.restore()
 
 
-def _with_accelerate_size(config: Config, trainer: Trainer) -> Config:
-    """The configuration with ParallelismConfig.cp_size as its context_parallel_size, unless it sets one itself."""
-    parallelism = parallelism_of(trainer.accelerator)
-    if parallelism is None or not parallelism.cp_enabled or "context_parallel_size" in config.model_fields_set:
+def _with_size(config: Config, trainer: Trainer) -> Config:
+    """The configuration with a context_parallel_size: its own, or ParallelismConfig.cp_size, or 1.
+
+    Raises ConfigError where that contradicts another key.
+    """
+    if "context_parallel_size" in config.model_fields_set:
         return config
-    return config.model_copy(update={"context_parallel_size": parallelism.cp_size})
+    parallelism = parallelism_of(trainer.accelerator)
+    size = parallelism.cp_size if parallelism is not None and parallelism.cp_enabled else config.context_parallel_size
+    return Config(**config.model_dump(exclude_unset=True), context_parallel_size=size)
 
 
 def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
