@@ -210,3 +210,28 @@ def _gather_objects(config):
 
 def test_gathered_objects_are_refused():
     run_ranks(2, _gather_objects, CONFIG)
+
+
+def _own_evaluation(config):
+    """The first word of each evaluation row, by a loop of the user's own; and a dict that evaluate() has returned, to
+    which others' speeds are added."""
+    trainer = _trainer("transformers.Trainer")
+    if config is not None:
+        ringtile.enable(trainer, config)
+    try:
+        words = [
+            word
+            for batch in trainer.get_eval_dataloader()
+            for word in trainer.accelerator.gather_for_metrics(batch["input_ids"][:, 0]).tolist()
+        ]
+        metrics = trainer.evaluate()
+        metrics.update({"eval_steps_per_second": 100.0, "bench/decode_steps_per_second": 100.0})
+    finally:
+        ringtile.restore(trainer)
+    return words, [metrics[name] for name in ("eval_steps_per_second", "bench/decode_steps_per_second")]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_own_evaluation_loop_gets_each_row_once_and_metrics_stay_what_is_put_into_them(world):
+    words, speeds = _own_evaluation(None)
+    assert run_ranks(world, _own_evaluation, CONFIG) == [(words, speeds)] * world

@@ -102,18 +102,22 @@ def _without_surplus(accelerator: Accelerator, copies: int, data: Any) -> Any:
 
 
 class EvaluationMetrics(dict[str, Any]):
-    """The metrics of an evaluation. transformers adds its speeds, and takes each rank's batch for another one."""
+    """The metrics of an evaluation, to which evaluate() or predict() adds its speeds, once: it counts the steps as if
+    each rank had a batch of its own. What is put into it later stays as it is."""
 
-    def __init__(self, metrics: dict[str, Any], num_samples: int, batch_size: int, group: ContextParallelGroup) -> None:
-        """batch_size: of one rank."""
+    def __init__(
+        self, metrics: dict[str, Any], prefix: str, num_samples: int, batch_size: int, group: ContextParallelGroup
+    ) -> None:
+        """prefix: of transformers' keys. batch_size: of one rank."""
         super().__init__(metrics)
         ranks = group.size * group.data_size
         steps, counted = (math.ceil(num_samples / (batch_size * batches)) for batches in (group.data_size, ranks))
+        self._speed: str | None = f"{prefix}_steps_per_second"  # None: it is there
         self._steps_counted = steps / max(counted, 1)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         more = dict(*args, **kwargs)
-        for name in more:
-            if name.endswith("_steps_per_second"):
-                more[name] = round(more[name] * self._steps_counted, 3)
+        if self._speed in more:
+            more[self._speed] = round(more[self._speed] * self._steps_counted, 3)
+            self._speed = None
         super().update(more)

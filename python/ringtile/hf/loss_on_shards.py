@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from ringtile.errors import RefusedError
 from ringtile.hf import checks, data
 from ringtile.hf.batch import ShardedBatch, active, active_batch
+from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.model_loss import check_loss, watch_loss
 from ringtile.hf.patches import Patches
 from ringtile.hf.random_draws import RandomDraws
@@ -46,7 +48,7 @@ class LossOnShards(Strategy):
         self.watches_loss = checks.uses_model_loss(trainer)
         self.replace(trainer, "compute_loss", self._compute_loss)
         self.replace(trainer, "prediction_step", self._prediction_step)
-        self.gather_with(data.gather_parts)
+        self.gather_with(_gather)
         if trainer.label_smoother is not None:
             self.replace(trainer, "label_smoother", self._smooth_labels)
         self.losses = trainer.compute_loss_func, trainer.label_smoother
@@ -221,3 +223,10 @@ class LossOnShards(Strategy):
                 f"dimension: name its key in ignore_keys"
             )
         return output
+
+
+def _gather(accelerator: Accelerator, group: ContextParallelGroup, values: Any) -> Any:
+    """`gather_for_metrics`: in a loss, of a shard's part of each number; elsewhere, as in a loop of the user's own, of
+    rows, which all ranks of a group hold."""
+    gather = data.gather_rows if active_batch() is None else data.gather_parts
+    return gather(accelerator, group, values)

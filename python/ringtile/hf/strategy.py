@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
@@ -377,8 +378,9 @@ class Strategy(abc.ABC):
         trainer.gather_function = functools.partial(data.gather_rows, trainer.accelerator, self.group)
         try:
             output = original(*args, **kwargs)
+            prefix = inspect.signature(original).bind(*args, **kwargs).arguments.get("metric_key_prefix", "eval")
             metrics = data.EvaluationMetrics(
-                output.metrics, output.num_samples, trainer.args.eval_batch_size, self.group
+                output.metrics, prefix, output.num_samples, trainer.args.eval_batch_size, self.group
             )
             return output._replace(metrics=metrics)
         finally:
