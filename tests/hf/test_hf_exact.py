@@ -51,6 +51,11 @@ def drawing_collator(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return Padded()(rows)
 
 
+def without_some_targets(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Rows of an even number of tokens were cut before their answer."""
+    return Padded()([row if len(row["labels"]) % 2 else {**row, "labels": [-100] * len(row["labels"])} for row in rows])
+
+
 def packed_with_seq_idx(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Documents in one row, named by cu_seq_lens and seq_idx beside their position ids."""
     batch: dict[str, Any] = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)(rows)
@@ -72,6 +77,12 @@ def stream() -> dict[str, Any]:
 
 
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+WITHOUT_TARGETS = {
+    "collator": without_some_targets,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 5,
+}
 TRAINER = [
     Cell("padding on the right, every number", EVERY_NUMBER),
     Cell("size one is the trainer itself", config=ALONE, world=1, losses=0, norms=0, weights=0),
@@ -79,6 +90,14 @@ TRAINER = [
         "padding on the left, a rank without targets",
         {"collator": Padded("left"), "late_targets": True},
         {"layout": "contiguous"},
+    ),
+    Cell("steps without targets, tiled", WITHOUT_TARGETS, {"tiled_loss": True, "tile_tokens": 5}),
+    Cell(
+        "steps without targets, tiled, one rank",
+        WITHOUT_TARGETS,
+        ALONE | {"tiled_loss": True, "tile_tokens": 5},
+        world=1,
+        long=True,
     ),
     Cell("learned positions", {"family": "opt", "collator": Padded("left"), "evaluate": True}),
     Cell("keywords dropped in checkpoints", {"family": "stablelm", "gradient_checkpointing": True}),

@@ -11,6 +11,7 @@ from ringtile.tiled.loss import LOGITS_BYTES, MIN_TILE_TOKENS, loss_tile_tokens,
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers.loss.loss_utils import fixed_cross_entropy
 
 NUM_TOKENS, HIDDEN, VOCAB = 23, 8, 31  # T, E, V
 OPTIONS = {"label_smoothing": 0.1, "logit_scale": -1.7, "softcap": 2.0, "z_loss": 1e-2}
@@ -343,6 +344,19 @@ def test_no_tokens_at_all() -> None:
     assert [grad.eq(0).all().item() for grad in torch.autograd.grad(loss, (hidden, weight))] == [True, True]
 
 
+@pytest.mark.parametrize("num_items", [0, 0.0, torch.tensor(0), torch.tensor(0.0)])
+def test_no_item_at_all_is_what_transformers_computes(num_items) -> None:
+    """nan, with gradients of 0: a Trainer logs 0, and its step changes nothing."""
+    hidden, weight, labels, _ = problem()
+    labels = torch.full_like(labels, -100)
+    ours = tiled_linear_cross_entropy(hidden, weight, labels, num_items=num_items)
+    theirs = fixed_cross_entropy(hidden @ weight.T, labels, torch.as_tensor(num_items))
+    assert ours.isnan()
+    assert theirs.isnan()
+    for loss in (ours, theirs):
+        assert [grad.eq(0).all().item() for grad in torch.autograd.grad(loss, (hidden, weight))] == [True, True]
+
+
 def test_tied_weight_used_twice_and_a_second_backward() -> None:
     hidden, weight, labels, _ = problem()
     loss = tiled_linear_cross_entropy(weight[labels.clamp(min=0)] + hidden, weight, labels, tile_tokens=5)
@@ -364,7 +378,8 @@ def test_tied_weight_used_twice_and_a_second_backward() -> None:
         ({"softcap": -1.0}, "softcap is -1.0, expected at least 0"),
         ({"z_loss": float("nan")}, "z_loss is nan"),
         ({"logit_scale": float("inf")}, "logit_scale is inf"),
-        ({"num_items": 0}, "num_items is 0.0"),
+        ({"num_items": 0}, 'num_items is 0.0 with reduction "mean" and .* labels'),
+        ({"num_items": -1, "labels": torch.full((NUM_TOKENS,), -100)}, "num_items is -1.0"),
         ({"num_items": 3, "reduction": "sum"}, 'num_items is 3.0 with reduction "sum"'),
         ({"tile_tokens": 0}, "tile_tokens is 0"),
         ({"labels": torch.zeros(4, dtype=torch.int64)}, r"labels are torch.int64 of shape \(4,\)"),

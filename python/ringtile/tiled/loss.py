@@ -74,7 +74,8 @@ def tiled_linear_cross_entropy(
     - reduction: "none" returns one loss per token, shaped like labels; "sum" their sum; "mean" the sum divided by
       num_items, or by the number of tokens that are not ignored.
     - num_items: the number of labels over all ranks and accumulated batches. With it, a shard without labels returns
-      exactly 0, with a graph; without it the mean of nothing is nan, as in torch.
+      exactly 0, with a graph; without it, or where it is 0, the mean of nothing is nan, as in torch, and has
+      gradients of 0.
     - tile_tokens: None chooses the largest tile whose logits fit the LOGITS_BYTES of the device.
     - group: vocabulary parallel; weight (v, E) and bias (v) hold this rank's shard of the classes, in rank order, of
       any size. Everything else must be the same on all ranks of the group; so are the loss and the gradient of hidden,
@@ -89,7 +90,8 @@ def tiled_linear_cross_entropy(
     The result is float32 (float64 for float64 hidden), also for bfloat16. Differentiable once, with respect to hidden,
     weight and bias.
 
-    InputError: shapes, dtypes or options that do not fit together, a label outside [0, V), num_items not above 0.
+    InputError: shapes, dtypes or options that do not fit together, a label outside [0, V), num_items below 0, or
+    0 where there are labels.
     RingMismatchError: the ranks of the group were given different hidden sizes, labels or options.
     """
     call = LossCall(
@@ -150,10 +152,11 @@ def tiled_outputs(kind: type[Job], call: LossCall) -> Tensor:
         denominator = 1.0 if reduction == "sum" else float(rows.numel())
         if num_items is not None:
             denominator = arguments.check_number("num_items", known.num_items)
-            if reduction != "mean" or not 0.0 < denominator < math.inf:
+            is_none = denominator == 0.0 and rows.numel() == 0  # a step without labels: nan, with gradients of 0
+            if reduction != "mean" or not (0.0 < denominator < math.inf or is_none):
                 raise InputError(
-                    f'num_items is {denominator} with reduction "{reduction}", expected a number above 0 with "mean": '
-                    "the sum of the losses is divided by it"
+                    f'num_items is {denominator} with reduction "{reduction}" and {rows.numel()} labels, expected a '
+                    'number above 0 with "mean", or 0 where there are no labels: the sum of the losses is divided by it'
                 )
         dtype, want_grad = compute_dtype(hidden, weight), torch.is_grad_enabled()
         arguments.check_scale_and_softcap(dtype, logit_scale, softcap)
