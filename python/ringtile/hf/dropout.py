@@ -67,6 +67,10 @@ class CountedDropout(TrainerCallback):
         self._tokens: _Tokens | None = None  # inside the model now
         self._graphs: list[_Tokens] = []  # of the forward passes whose backward may follow
 
+    def __deepcopy__(self, memo: Any) -> CountedDropout:
+        """That of a copy of the model is the same, too: it is no copy of the Trainer."""
+        return self
+
     def install(self, base: PreTrainedModel, entry: nn.Module, patches: Patches) -> None:
         """Replaces the forward of every dropout of the model, and tells its attention modules what to drop.
 

@@ -6,9 +6,10 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
+from torch import nn
 from transformers import Trainer, TrainerCallback
 
 
@@ -52,8 +53,17 @@ class Patches:
         setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        """Replaces a function `owner.name` by replacement(original, ...)."""
-        self.set(owner, name, _around(getattr(owner, name), replacement))
+        """Replaces a function `owner.name` by replacement(original, ...).
+
+        A module gets a method, and `original` is one: in a deep copy of the model both are the copy's.
+        """
+        original = getattr(owner, name)
+        if not isinstance(owner, nn.Module):
+            self.set(owner, name, _around(original, replacement))
+            return
+        is_method = getattr(original, "__self__", None) is owner
+        method = original.__func__ if is_method else _ignoring_self(original)
+        self.set(owner, name, MethodType(_around_method(method, replacement), owner))
 
     def add_callback(self, trainer: Trainer, callback: TrainerCallback) -> None:
         """Adds a callback to a Trainer."""
@@ -93,6 +103,22 @@ def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Ca
         return replacement(original, *args, **kwargs)
 
     return around
+
+
+def _around_method(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def around(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return replacement(MethodType(original, self), *args, **kwargs)
+
+    return around
+
+
+def _ignoring_self(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return method
 
 
 _shared: dict[tuple[ModuleType, str], tuple[Any, int]] = {}  # the original, and how many records share it

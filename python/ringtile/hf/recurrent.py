@@ -68,7 +68,7 @@ def install(model: PreTrainedModel, patches: Patches) -> None:
     """
     for path, mixer in mixers(model.named_modules()).items():
         if whole := _WHOLE.get(type(mixer).__name__):
-            patches.wrap(mixer, "forward", functools.partial(_either, functools.partial(whole, mixer)))
+            patches.wrap(mixer, "forward", functools.partial(_forward_of_mixer, whole))
         file = sys.modules[type(mixer).__module__]
         for name in MIXERS[type(mixer).__name__]:
             if not hasattr(file, name):
@@ -227,6 +227,12 @@ class _Watch:
 
 def _either(of_batch: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return (original if active_batch() is None else of_batch)(*args, **kwargs)
+
+
+def _forward_of_mixer(whole: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """original: the mixer's own method."""
+    mixer = original.__self__  # type: ignore[attr-defined]
+    return _either(functools.partial(whole, mixer), original, *args, **kwargs)
 
 
 def _of_batch(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -124,6 +124,10 @@ class Strategy(abc.ABC):
         self.loss_function = getattr(self.base, "_loss_function", None)
         self.dropout.install(self.base, self.entry, self.patches)
 
+    def __deepcopy__(self, memo: Any) -> Strategy:
+        """A copy of a model has hooks of the same strategy: it is no copy of the Trainer."""
+        return self
+
     def replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
         """Sets `owner.name` to replacement(original, ...); to the original while DeepSpeed shards sequences."""
 

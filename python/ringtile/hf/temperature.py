@@ -7,7 +7,6 @@ leaves its queries alone, and the attention function multiplies them instead.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ def leave_to_ringtile(model: nn.Module, patches: Patches) -> None:
     """Turns the temperature of every module off while it runs on a sharded batch."""
     for module in model.modules():
         if _has_temperature(module):
-            patches.wrap(module, "forward", functools.partial(_without_temperature, module))
+            patches.wrap(module, "forward", _without_temperature)
             patches.set(module, "ringtile_temperature", True)
 
 
@@ -41,7 +40,9 @@ def _has_temperature(module: nn.Module) -> bool:
     return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
-def _without_temperature(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _without_temperature(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """original: the module's own method."""
+    module: Any = original.__self__  # type: ignore[attr-defined]
     if active_batch() is None:
         return original(*args, **kwargs)
     module.attn_temperature_tuning = False
