@@ -58,9 +58,11 @@ class IntervalMask:
         if self.key_begin is not None and self.key_end is not None:
             self._check_positions("key_begin", self.key_begin, "key_end", self.key_end)
             self._tighten(self.key_begin, self.key_end)
-            return
-        attends = self.end > self.begin
-        self._set(begin=(self.begin * attends).contiguous(), end=(self.end * attends).contiguous())
+        else:
+            attends = self.end > self.begin
+            self._set(begin=(self.begin * attends).contiguous(), end=(self.end * attends).contiguous())
+        # Made now: torch.compile would make them in every call, and cannot trace the lock of Python 3.11's property.
+        _ = self.bounds
 
     def _check_positions(self, begin_name: str, begin: Tensor, end_name: str, end: Tensor) -> None:
         if int(begin.min()) < 0 or int(end.max()) > self.seq_len:
@@ -78,7 +80,6 @@ class IntervalMask:
         if not torch.equal(num_keys, (after - first).long()):
             _, first, after = ops.mask_hulls(key_begin, key_end, begin, end)
             self._set(key_begin=first, key_end=after)
-            _ = self.bounds  # made now: torch.compile would make them again in every call
 
     def _set(self, **bounds: Tensor | None) -> None:
         for name, bound in bounds.items():
