@@ -52,12 +52,17 @@ def host_random_states() -> tuple[dict[str, Tensor], Any, Any]:
 def set_random_states(states: tuple[dict[str, Tensor], Any, Any]) -> None:
     """Puts back what `all_random_states` returned."""
     ours, pythons, numpys = states
-    for device, state in ours.items():
-        generator = torch.default_generator if device == "cpu" else torch.cuda.default_generators[int(device[5:])]
-        generator.set_state(state)
+    set_torch_states(ours)
     random.setstate(pythons)
     if numpys is not None:
         sys.modules["numpy"].random.set_state(numpys)
+
+
+def set_torch_states(states: dict[str, Tensor]) -> None:
+    """Puts back what `random_states` returned."""
+    for device, state in states.items():
+        generator = torch.default_generator if device == "cpu" else torch.cuda.default_generators[int(device[5:])]
+        generator.set_state(state)
 
 
 def random_digest() -> str:

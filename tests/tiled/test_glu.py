@@ -90,6 +90,40 @@ def test_hooks_of_a_projection_are_not_bypassed() -> None:
     assert glu_of(module) is not None
 
 
+class Counting(Gated):
+    """Writes into itself where a symbol gets."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls = how, 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "attribute":
+            self.calls += 1
+        elif self.how == "buffer in place":
+            self.seen += 1
+        elif self.how == "buffer":
+            self.seen = self.seen + 1
+        else:
+            torch.rand(())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["attribute", "buffer in place", "buffer", "random numbers"])
+def test_a_forward_that_writes_is_called_no_more_often_than_there_are_tiles(how) -> None:
+    module, (x, _) = type(how, (Counting,), {})(how).double(), inputs(9)  # a class of its own
+    for _ in range(2):
+        before = module.calls, module.seen.item(), torch.default_generator.get_state()
+        assert glu_of(module) is None
+        after = module.calls, module.seen.item(), torch.default_generator.get_state()
+        assert before[:2] == after[:2]
+        assert torch.equal(before[2], after[2])
+    with torch.no_grad():
+        tiled_mlp(module, x, 3)
+    assert module.calls + module.seen.item() == (0 if how == "random numbers" else 3)
+
+
 def test_weight_norm_trains_through_the_glu_kernels() -> None:
     module = Gated().double()
     nn.utils.parametrizations.weight_norm(module.up_proj)
