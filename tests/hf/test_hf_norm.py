@@ -96,6 +96,45 @@ def test_peak_of_a_layer_without_its_float32_copies() -> None:
     assert peaks[0] - peaks[1] > 5 * seq_len * 64 * 4
 
 
+class OwnRMSNorm(nn.Module):
+    """As transformers' are written, over the last dim; or over others; or with a running mean."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight, self.how = nn.Parameter(torch.ones(WIDTH)), how
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dims = {"over tokens": (-2, -1), "over all": tuple(range(x.dim())), "over rows": (0, -1)}.get(self.how, -1)
+        if self.how == "writes" and self.training:
+            self.seen.add_(x.detach().square().mean())
+        factor = torch.rsqrt(x.float().square().mean(dims, keepdim=True) + 1e-6)
+        return self.weight * (x.float() * factor).to(x.dtype)
+
+
+@pytest.mark.parametrize("how", ["over tokens", "over all", "over rows", "writes"])
+@pytest.mark.parametrize("shape", [(2, TOKENS, WIDTH), (2, TOKENS, 3, WIDTH)])
+def test_a_norm_that_is_none_is_refused_in_its_first_call(how: str, shape: tuple[int, ...]) -> None:
+    model = nn.ModuleDict({"norm": type("MeanRMSNorm", (OwnRMSNorm,), {})(how)})
+    patches = tile_norms(model, tile_tokens=2)
+    what = "writes into its module" if how == "writes" else "another output for a row beside others than alone"
+    for _ in range(2):
+        with pytest.raises(RefusedError, match=rf"the forward of norm \(MeanRMSNorm\) .*{what}.*tiled_norm: false"):
+            model["norm"](torch.randn(shape))
+    assert model["norm"].seen == 0
+    patches.restore()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_norm_of_the_users_own_is_tiled(dtype: torch.dtype) -> None:
+    model = nn.ModuleDict({"norm": type("MyRMSNorm", (OwnRMSNorm,), {})("over features")}).to(dtype)
+    patches = tile_norms(model, tile_tokens=2)
+    x = torch.randn(2, TOKENS, WIDTH, dtype=dtype)
+    tiled = model["norm"](x)
+    patches.restore()
+    assert torch.equal(tiled, model["norm"](x))
+
+
 def test_refuses_what_has_no_such_norm_and_what_is_tiled() -> None:
     with pytest.raises(RefusedError, match=r"GPT2LMHeadModel has no RMSNorm.*set tiled_norm: false"):
         tile_norms(tiny_model("gpt2"))

@@ -6,6 +6,8 @@ hidden states, which is the peak of a layer whose MLP is tiled. In tiles they ar
 
 from __future__ import annotations
 
+import math
+import weakref
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -17,6 +19,7 @@ from ringtile.errors import RefusedError
 from ringtile.hf.mlp import TiledForward, from_liger, own_forward
 from ringtile.hf.patches import Patches
 from ringtile.tiled.mlp import run_tiles
+from ringtile.tiled.module_state import ModuleState
 from ringtile.tiled.tiles import check_tile_tokens, tile_limit
 
 
@@ -67,6 +70,9 @@ def _width(module: nn.Module) -> int:
     return int(shapes[0][0]) if len(shapes) == 1 and len(shapes[0]) == 1 else 0
 
 
+_local: weakref.WeakKeyDictionary[type[nn.Module], set[tuple[bool, int]]] = weakref.WeakKeyDictionary()
+
+
 @dataclass(frozen=True)
 class _TiledNorm(TiledForward):
     """The forward of a norm."""
@@ -79,5 +85,38 @@ class _TiledNorm(TiledForward):
         limit = tile_limit()
         if limit == 0 or len(args) + len(kwargs) != 1 or not isinstance(x, Tensor) or x.dim() < 2:
             return self.own_forward(module, *args, **kwargs)
+        self._check(module, x)
         rows = max(1, self.tile_numbers // x.size(-1))
         return run_tiles(module, self.own_forward, x, min(rows, limit or rows), use_original_mlp=True)
+
+    def _check(self, module: nn.Module, x: Tensor) -> None:
+        """RefusedError: the forward mixes rows, or writes into the module: in tiles it would compute something else.
+
+        Looked at once for each class, mode and number of dims, on two rows of each leading dim. A name that ends with
+        RMSNorm promises nothing.
+        """
+        kind, known = (module.training, x.dim()), _local.setdefault(type(module), set())
+        if kind in known or type(x) not in (Tensor, nn.Parameter) or x.is_meta or _is_captured(x):
+            return
+        state, shape = ModuleState(module), (*[2] * (x.dim() - 1), x.size(-1))
+        with torch.no_grad():
+            numbers = torch.arange(1, 1 + math.prod(shape), device=x.device, dtype=torch.float32)
+            some = ((0.7 * numbers).sin() * numbers.sqrt()).reshape(shape).to(x.dtype)
+            whole, alone = (
+                self.own_forward(module, some),
+                [self.own_forward(module, row) for row in some.view(-1, 1, x.size(-1))],
+            )
+        changed = state.put_back()
+        difference = (whole.flatten(0, -2).double() - torch.cat(alone).double()).abs().amax()
+        if changed or not difference <= 32 * torch.finfo(x.dtype).eps * whole.double().abs().amax():
+            what = "writes into its module" if changed else "computes another output for a row beside others than alone"
+            raise RefusedError(
+                f"tiled norm: the forward of {self.name} ({type(module).__name__}) {what}; expected an RMSNorm, which "
+                "treats each row of the last dim alone: set tiled_norm: false"
+            )
+        known.add(kind)
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Whether x is in a CUDA graph that is being captured, where the host cannot read a number."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
