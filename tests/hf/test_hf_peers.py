@@ -14,7 +14,7 @@ from faults.counts import Counts
 from faults.training_kills import PHASES, Trial, run
 from hf_training import make_trainer
 from pool import Pool, run_command, run_ranks
-from ringtile import PeerLostError, enable, restore
+from ringtile import PeerLostError, RingMismatchError, enable, restore
 from ringtile.hf.patches import Patches
 from ringtile.hf.peers import Peers, of_a_collective
 from test_cli_train import TRAINING, write_config
@@ -147,6 +147,50 @@ def test_a_second_failure_is_not_taken_for_the_first():
         assert pool.run(_failures_in_turn) == [["rank 1", "rank 2"], ["it", "rank 2"], ["rank 1", "it"]]
     finally:
         pool.close()
+
+
+def _other_calls():
+    """What each rank raises where rank 0 alone evaluates before the training."""
+    trainer = make_trainer(max_steps=1)
+    enable(trainer, {"context_parallel_size": 2})
+    try:
+        with pytest.raises(RingMismatchError) as raised:
+            trainer.evaluate() if dist.get_rank() == 0 else trainer.train()
+    finally:
+        restore(trainer)
+    return str(raised.value)
+
+
+def test_ranks_that_call_other_methods_are_named():
+    first, second = run_ranks(2, _other_calls)
+    assert "rank 0 has evaluate() of the Trainer, rank 1 has train() of the Trainer" in first
+    assert "rank 1 has train() of the Trainer, rank 0 has evaluate() of the Trainer" in second
+
+
+def _one_rank_does_not_come(name):
+    """What rank 0 raises where rank 1 does something else."""
+    trainer = make_trainer(max_steps=1)
+    enable(trainer, {"context_parallel_size": 2, "timeout_seconds": 2.0})
+    store = distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait([f"{name} has failed"])
+        return ""
+    try:
+        with pytest.raises(PeerLostError) as raised:
+            trainer.predict(trainer.eval_dataset) if name == "predict" else getattr(trainer, name)()
+    finally:
+        store.set(f"{name} has failed", "")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["evaluate", pytest.param("predict", marks=pytest.mark.long)])
+def test_a_rank_that_does_not_come_is_named_after_timeout_seconds(name):
+    pool = Pool(2)
+    try:
+        said = pool.run(_one_rank_does_not_come, name)[0]
+    finally:
+        pool.close()
+    assert said.startswith("rank 1 was lost in the first call of rank 0: ")
 
 
 def _timeout_of_the_world():

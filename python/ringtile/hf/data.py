@@ -55,7 +55,13 @@ def gather_rows(accelerator: Accelerator, group: ContextParallelGroup, data: Any
     end of a data set the rows that only fill up the last batch are dropped.
     Raises RefusedError for anything but tensors.
     """
-    return _without_surplus(accelerator, 1, one_copy(group, _gather(accelerator, data)))
+    if group.data_size > 1:
+        return _without_surplus(accelerator, 1, one_copy(group, _gather(accelerator, data)))
+    try:  # all ranks hold all rows: no rank is waited for
+        rows = recursively_apply(lambda x: x.detach().reshape(x.shape or (1,)), data, error_on_other_type=True)
+    except TypeError as error:
+        raise refused_objects(data) from error
+    return _without_surplus(accelerator, 1, rows)
 
 
 def one_copy(group: ContextParallelGroup, data: Any) -> Any:

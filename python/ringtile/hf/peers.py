@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ringtile.errors import PeerLostError, with_kind
+from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.patches import Patches
 from ringtile.transport import failures, sockets
 from ringtile.transport.failures import Loss
@@ -31,12 +32,12 @@ _SEARCH_SECONDS = 1.25  # how long a rank waits for its neighbours to fail too, 
 class Peers:
     """This rank's connections to some of the other ranks, by which each hears of the loss of any. A collective.
 
-    world_rank: from a rank of this rank's context-parallel group, as the ring names it, to its rank in the world.
+    group: of the ranks that share a sequence, which call train(), evaluate() and predict() together; None: no ranks do.
     """
 
-    def __init__(self, timeout_seconds: float, world_rank: Callable[[int], int] = int) -> None:
+    def __init__(self, timeout_seconds: float, group: ContextParallelGroup | None = None) -> None:
         self.rank, world_size = dist.get_rank(), dist.get_world_size()
-        self._world_rank = world_rank
+        self._group = group
         self._failure: PeerLostError | None = None
         self._depth = 0  # of `named`: how deep this rank is in it
         self._failed = False  # whether the other ranks have heard that this one has, since `named` last began
@@ -75,11 +76,13 @@ class Peers:
             self._failed = False
         self._depth += 1
         try:
+            if self._depth == 1 and what != "save_model":
+                self._meet(f"{what}() of the Trainer")
             yield
         except PeerLostError as error:
             if error is self._failure:  # by an inner context
                 raise
-            self._give_up(what, error, None if error.rank is None else Loss(self._world_rank(error.rank), str(error)))
+            self._give_up(what, error, self._lost(error))
         except Exception as error:
             if of_a_collective(error):
                 self._give_up(what, error, None)
@@ -106,6 +109,28 @@ class Peers:
         )
         self._failure.rank = lost.rank
         raise self._failure from error
+
+    def meet_before(self, owner: Any, name: str, patches: Patches) -> None:
+        """Makes a method, which all ranks call for each step, wait for those that share a sequence first."""
+
+        def method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._meet("the next step of the Trainer")
+            return original(*args, **kwargs)
+
+        patches.wrap(owner, name, method)
+
+    def _meet(self, what: str) -> None:
+        """Waits for the ranks that share a sequence, for timeout_seconds: without it, one that has stopped or called
+        something else would be waited for in the engine's next collective, for its own timeout."""
+        if self._group is not None and self._group.size > 1:
+            with transport_of(self._group.process_group).agree(what, {}):
+                pass
+
+    def _lost(self, error: PeerLostError) -> Loss | None:
+        """Whom the ring has named, by its rank in the world."""
+        if error.rank is None:
+            return None
+        return Loss(error.rank if self._group is None else self._group.world_rank(error.rank), str(error))
 
     def leave(self, error: Exception) -> None:
         """Tells the others that this rank fails, and why, and ends its messages."""

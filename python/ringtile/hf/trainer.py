@@ -169,9 +169,10 @@ def _attach_callbacks(
         LogMetrics(trainer, transport, 1 if group is None else group.size, proof_seconds).install(patches)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    peers = Peers(config.timeout_seconds, int if group is None else group.world_rank)
+    peers = Peers(config.timeout_seconds, group)
     patches.on_restore(peers.close)
     if group is not None and group.size > 1:
+        peers.meet_before(trainer, "_get_num_items_in_batch", patches)
         Checkpoints(trainer, peers).install(patches)
     for name in _ENTRIES:
         peers.wrap(trainer, name, patches)
