@@ -8,10 +8,8 @@ Shape letters: B rows, S tokens of a row, N tokens of a shard, W ranks, V vocabu
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import weakref
-import zlib
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -22,6 +20,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from ringtile import arguments
+from ringtile.checksum import checksum
 from ringtile.errors import InputError, RefusedError
 from ringtile.hf.loss import TiledLogits, not_plain
 from ringtile.ops import state_dtype
@@ -99,7 +98,7 @@ def sequence_log_probs(
         "check": bool(check),
         "whether gradients are wanted": torch.is_grad_enabled(),
     }
-    with transport.agree(_NAME, fields, input_ids.device, data=rows.fingerprint()):
+    with transport.agree(_NAME, fields, input_ids.device, data=rows.checksum()):
         pass
     if check and transport.world_size > 1 and head.owner not in _checked:
         rows.longest().check(model, head, group, layout, scheme)
@@ -185,13 +184,9 @@ class _Rows(NamedTuple):
         labels = torch.where(wanted, input_ids[:, 1:], _IGNORE)
         return cls(input_ids, position_ids, functional.pad(labels, (0, 1), value=_IGNORE), document, mask)
 
-    def fingerprint(self) -> int:
-        """32 bits of the rows and of what is asked of them."""
-        found = 0
-        for x in (self.input_ids, self.position_ids, self.labels, self.mask.begin, self.mask.end):
-            x = x.cpu().contiguous()
-            found = zlib.crc32(ctypes.string_at(x.data_ptr(), x.nbytes), found)
-        return found
+    def checksum(self) -> int:
+        """Of the rows and of what is asked of them."""
+        return int(checksum(self.input_ids, self.position_ids, self.labels, self.mask.begin, self.mask.end))
 
     def longest(self) -> _Rows:
         """The row with the most tokens, without its padding."""

@@ -41,3 +41,20 @@ def test_messages_over_nccl_are_on_streams_of_high_priority(
         assert options[0] is not options[1]
     else:
         assert options == [None, None]
+
+
+IDS = torch.tensor([[5, 17, 3, 99, 4, 61, 8, 2]])
+OTHER_BATCHES = {
+    "neighbours by +1, -2, +1": {"input_ids": IDS + torch.tensor([0, 0, 1, -2, 1, 0, 0, 0])},
+    "labels likewise": {"labels": IDS + torch.tensor([0, 0, 1, -2, 1, 0, 0, 0])},
+    "other tensors exchanged": {"attention_mask": torch.zeros_like(IDS), "token_type_ids": torch.ones_like(IDS)},
+    "imaginary parts": {"features": torch.full((4,), 1 - 2j)},
+}
+
+
+@pytest.mark.parametrize("change", OTHER_BATCHES)
+def test_batches_of_equal_shape_are_told_apart(change: str) -> None:
+    batch = {"input_ids": IDS, "labels": IDS, "attention_mask": torch.ones_like(IDS)}
+    batch |= {"token_type_ids": torch.zeros_like(IDS), "features": torch.full((4,), 1 + 2j)}
+    one, other = (group._fingerprint(each) for each in (batch, batch | OTHER_BATCHES[change]))
+    assert {name: int(x) for name, x in one.items()} != {name: int(x) for name, x in other.items()}

@@ -166,8 +166,18 @@ def refusals() -> None:
     hidden, weight, labels, bias = problem()
     rank, own = dist.get_rank(), local_classes((17, 14), weight)
     world = {"group": dist.group.WORLD}
+
+    def with_labels(*of_rank: list[int]) -> dict[str, Tensor]:
+        return {"labels": torch.cat([torch.tensor(of_rank[rank]), labels[len(of_rank[rank]) :]])}
+
+    for change in (
+        {"labels": torch.where(labels == labels.max(), labels - rank, labels)},
+        with_labels([3, 9, 4], [4, 7, 5]),  # by +1, -2, +1
+        with_labels([-100, 7], [7, -100]),  # the same labels of other tokens
+    ):
+        with pytest.raises(RingMismatchError, match=r"disagree on a checksum of the labels in call .* rank \d has"):
+            tiled_linear_cross_entropy(**{"hidden": hidden, "weight": own, "labels": labels, **world, **change})
     for name, change in {
-        "a checksum of the labels": {"labels": torch.where(labels == labels.max(), labels - rank, labels)},
         "the number of tokens with a label": {"labels": labels.index_fill(0, torch.tensor([1]), -100 if rank else 0)},
         "the number of tokens": {"hidden": hidden[: 23 - rank], "labels": labels[: 23 - rank]},
         "hidden.requires_grad": {"hidden": hidden.detach().requires_grad_(rank == 0)},

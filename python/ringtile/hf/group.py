@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringtile.checksum import checksum
 from ringtile.errors import ConfigError, InputError, RingMismatchError
 from ringtile.hf.masks import read
 from ringtile.transport.process_group import backend_name
-
-_CHECKSUM_FACTOR = 0x9E3779B1  # odd, so that no position's weight vanishes modulo 2^64
 
 
 class ContextParallelGroup:
@@ -136,7 +135,7 @@ def _on(device: torch.device, number: int | Tensor) -> Tensor:
 
 
 def _fingerprint(inputs: Mapping[str, Any]) -> dict[str, int | Tensor]:
-    """The numbers that must be equal on all ranks: a few readable ones first, then checksums, where the tensors are."""
+    """The numbers that must be equal on all ranks: a few readable ones first, then checksums."""
     tensors = {name: value for name, value in sorted(inputs.items()) if isinstance(value, Tensor)}
     main = next(
         (tensors[name] for name in ("input_ids", "inputs_embeds") if name in tensors), torch.empty(0, 0, device="cpu")
@@ -145,14 +144,6 @@ def _fingerprint(inputs: Mapping[str, Any]) -> dict[str, int | Tensor]:
     header: dict[str, int | Tensor] = {"the number of rows": main.size(0), "the number of tokens": main.size(1)}
     header["the checksum of keys, dtypes and shapes"] = zlib.crc32(kinds.encode())
     for name in ("input_ids", "labels"):
-        header[f"the checksum of {name}"] = _checksum(tensors.pop(name)) if name in tensors else 0
-    header["the checksum of the other tensors"] = sum(map(_checksum, tensors.values())) % 2**31
+        header[f"the checksum of {name}"] = checksum(tensors.pop(name)) if name in tensors else 0
+    header["the checksum of the other tensors"] = checksum(*tensors.values(), device=main.device)
     return header
-
-
-def _checksum(x: Tensor) -> Tensor:
-    """int64 (): a sum of the bits of all elements, each weighted by its position, modulo 2^31."""
-    if x.is_floating_point():
-        x = x.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-    weights = torch.arange(1, x.numel() + 1, device=x.device) * _CHECKSUM_FACTOR
-    return (x.flatten().to(torch.int64) * weights).sum() % 2**31

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
+from ringtile.checksum import checksum
 from ringtile.errors import InputError, shown
 from ringtile.tiled.tiles import check_tile_tokens, compute_dtype, device_type, linear, tiles
 from ringtile.tiled.vocab_parallel import LossOptions, VocabParallel, group_of, local_vocab_shard
@@ -163,11 +164,10 @@ def tiled_outputs(kind: type[Job], call: LossCall) -> Tensor:
         options = LossOptions(label_smoothing, softcap, z_loss)
         vocab_parallel = None
         if group is not None:
-            numbers = torch.arange(1, rows.numel() + 1, device=rows.device)
             facts: dict[str, HeaderValue] = {
                 "the number of tokens": labels.numel(),
                 "the number of tokens with a label": rows.numel(),
-                "a checksum of the labels": int((labels_flat * numbers).sum()),
+                "a checksum of the labels": int(checksum(rows, labels_flat)),
                 "the hidden size": hidden.size(-1),
                 "whether hidden, weight or bias needs a gradient": want_grad
                 and any(x is not None and x.requires_grad for x in (hidden, weight, bias)),
