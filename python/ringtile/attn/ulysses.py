@@ -276,7 +276,7 @@ def _agreed(
         fields["sinks"] = call.sinks.size(0)
     if sequence.ring.heads is not None:
         fields["return_lse"] = str(call.returns_lse)
-    step, data = 0, sequence.data_of(*qkv) if direction == "forward" else 0
+    step, data = 0, 0
     if (drop := call.dropout) is not None:
         fields |= {"dropout": drop.probability, "dropout seed": drop.seed, "dropout stream": drop.stream}
         step = drop.step  # not among the terms, which would be new in every step

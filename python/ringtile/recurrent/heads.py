@@ -34,8 +34,7 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, recurrence: Recurrence, *tensors: Tensor) -> Tensor:
         documents, terms = recurrence.documents, _terms(recurrence)
-        data = documents.sequence.data_of(*tensors)
-        with agreed(f"{recurrence.op} forward", documents, terms, recurrence.out.tensor, data):
+        with agreed(f"{recurrence.op} forward", documents, terms, recurrence.out.tensor):
             exchange = _Exchange(recurrence)
             given = exchange.to_heads(recurrence.operands, tensors, "the inputs")
             out, _ = recurrence.compute(given, documents.facts.whole, None)

@@ -176,11 +176,11 @@ def _rows_of(parts: list[Tensor], length: int) -> Tensor:
 
 @contextlib.contextmanager
 def agreed(
-    op: str, documents: Documents, terms: Mapping[str, HeaderValue], x: Tensor, data: int = 0, forward_call: int = 0
+    op: str, documents: Documents, terms: Mapping[str, HeaderValue], x: Tensor, forward_call: int = 0
 ) -> Iterator[None]:
     """Agree with the other ranks that they make the same call, on tensors such as x, before the body exchanges any.
 
-    data, forward_call: as in `Transport.agree`.
+    forward_call: as in `Transport.agree`.
     """
     sequence = documents.sequence
     transport = sequence.transport
@@ -191,5 +191,5 @@ def agreed(
         transport.check_device(x.device)
         layout_digest, mask_digest = sequence.digests
     terms = {**terms, "layout digest": layout_digest, "mask digest": mask_digest}
-    with transport.agree(op, terms, x.device, forward_call=forward_call, data=data):
+    with transport.agree(op, terms, x.device, forward_call=forward_call):
         yield

@@ -74,7 +74,7 @@ def _forward(recurrence: Recurrence, tensors: tuple[Tensor, ...]) -> tuple[Tenso
     shares = shares_in_time(recurrence.num_head_groups, documents.sequence.world_size)
     out = recurrence.out.tensor.new_empty(recurrence.out.tensor.shape)
     states: _States = {}
-    with _call(recurrence, "forward", out, documents.sequence.data_of(*tensors)) as messages:
+    with _call(recurrence, "forward", out) as messages:
         for i, piece in enumerate(documents.pieces):
             for j, share in enumerate(shares):
                 if piece.source is not None:
@@ -104,7 +104,7 @@ def _backward(
         x.new_zeros(x.shape, dtype=ops.state_dtype(x.dtype)) if need else None
         for x, need in zip(tensors, needed, strict=True)
     ]
-    with _call(recurrence, "backward", dout, 0, forward_call) as messages:
+    with _call(recurrence, "backward", dout, forward_call) as messages:
         for i, piece in reversed(list(enumerate(documents.pieces))):
             for j, share in enumerate(shares):
                 dsent = None
@@ -162,14 +162,12 @@ class _Messages:
 
 
 @contextlib.contextmanager
-def _call(
-    recurrence: Recurrence | Halos, direction: str, x: Tensor, data: int, forward_call: int = 0
-) -> Iterator[_Messages]:
+def _call(recurrence: Recurrence | Halos, direction: str, x: Tensor, forward_call: int = 0) -> Iterator[_Messages]:
     """Agree with the other ranks that they make the same call; wait at the end for what was sent."""
     documents = recurrence.documents
     messages = _Messages(documents.sequence.transport)
     terms = {**recurrence.terms, "scheme": "states"}
-    with agreed(f"{recurrence.op} {direction}", documents, terms, x, data, forward_call):
+    with agreed(f"{recurrence.op} {direction}", documents, terms, x, forward_call):
         yield messages
         messages.wait()
         for exchange in messages.sent:
@@ -241,7 +239,7 @@ class _Halos(torch.autograd.Function):
     def forward(ctx: Any, halos: Halos, x: Tensor) -> tuple[Tensor, ...]:
         documents, dtype = halos.documents, ops.state_dtype(x.dtype)
         received: list[Tensor] = []
-        with _call(halos, "forward", x, documents.sequence.data_of(x)) as messages:
+        with _call(halos, "forward", x) as messages:
             for piece, places in zip(documents.pieces, documents.facts.windows(halos.before), strict=True):
                 halo = None
                 if piece.source is not None:
@@ -275,7 +273,7 @@ def _halos_backward(halos: Halos, dx_of_x: Tensor, dhalos: tuple[Tensor, ...], f
     incoming = iter(reversed(dhalos))
     arriving: list[tuple[_Windows, Tensor, Tensor]] = []
     pieces = list(zip(documents.pieces, documents.facts.windows(halos.before), strict=True))
-    with _call(halos, "backward", dx, 0, forward_call) as messages:
+    with _call(halos, "backward", dx, forward_call) as messages:
         for piece, places in reversed(pieces):
             dhalo = next(incoming).clone(memory_format=torch.contiguous_format) if piece.source is not None else None
             if piece.target is not None:

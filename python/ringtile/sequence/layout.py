@@ -5,11 +5,9 @@ Shape letters: S global tokens, N local tokens, W ranks, R runs of all ranks.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import itertools
 import operator
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -227,16 +225,12 @@ class Layout:
     def shard(self, x: Tensor, dim: int, rank: int) -> Tensor:
         """Return the tokens of `rank`: any dtype, any shape with size S in `dim` -> with size N. Differentiable.
 
-        x is global, the same on every rank: attention over q, k, v that were sharded from other tensors on another rank
-        raises RingMismatchError. Raises InputError when x has not S tokens in `dim`.
+        x is global, the same on every rank. Raises InputError when x has not S tokens in `dim`.
         """
         dim = arguments.check_dim("x", x, dim)
         if x.size(dim) != self.seq_len:
             raise InputError(f"x is {tuple(x.shape)}, dim {dim}; expected size {self.seq_len} in dim")
-        local = ops.shard_seq(x, self.runs(rank), dim)
-        if number := _fingerprint(x, dim):
-            setattr(local, _FINGERPRINT, number)
-        return local
+        return ops.shard_seq(x, self.runs(rank), dim)
 
     def unshard(self, local: Tensor, dim: int, group: Group | None = None) -> Tensor:
         """Return the pieces of all ranks in global order: size N in `dim` -> size S, the same tensor on every rank.
@@ -321,32 +315,3 @@ def _first_fault(runs: tuple[tuple[Run, ...], ...], seq_len: int) -> str | None:
         return None
     position = int(wrong[0])
     return f"global position {position} is held {int(held[position])} times; expected every position exactly once"
-
-
-# ---- fingerprints of data -----------------------------------------------------------------------
-#
-# How ranks notice that they work on different batches of equal shape: what a rank shards is global, and the same on
-# every rank. `Layout.shard` leaves a fingerprint of it on the local tensor, `ShardedSequence.shard` one on the
-# sequence, and every attention call compares what it finds there over the group. Data on a GPU has none: reading it
-# would make the host wait.
-
-_FINGERPRINT = "_ringtile_fingerprint"
-_MAX_TOKENS, _MAX_OTHER = 512, 2  # the sample: so many places in the sequence dim, and in each of the others
-
-
-def _fingerprint(x: Tensor, dim: int) -> int:
-    """Return 32 bits from a sample of x, spread over dim. 0: it is not on the CPU, or torch.compile or vmap traces."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, torch.nn.Parameter):
-        return 0
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return 0
-    most = [_MAX_TOKENS if i == dim % x.dim() else _MAX_OTHER for i in range(x.dim())]
-    sample = x.detach()[tuple(slice(None, None, -(-size // n) or 1) for size, n in zip(x.shape, most, strict=True))]
-    sample = sample.contiguous()
-    return zlib.crc32(ctypes.string_at(sample.data_ptr(), sample.nbytes)) if sample.numel() else 0
-
-
-def found_on(*locals_: Tensor) -> int:
-    """Return the fingerprints that `Layout.shard` left on these tensors, as one; 0: there is none on any of them."""
-    numbers = [getattr(local, _FINGERPRINT, 0) for local in locals_]
-    return zlib.crc32(repr(numbers).encode()) if any(numbers) else 0

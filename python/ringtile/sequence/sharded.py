@@ -14,7 +14,6 @@ import math
 import operator
 import threading
 import weakref
-import zlib
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -22,11 +21,12 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments, ops
+from ringtile.checksum import checksum
 from ringtile.errors import InputError, RefusedError, RingtileError
 from ringtile.scheme import Scheme, Share, shares_of
 from ringtile.sequence.device_mask import DeviceMask
 from ringtile.sequence.heads import HeadGroup, join
-from ringtile.sequence.layout import Layout, check_types, found_on
+from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import RankPlan, rank_plan
 from ringtile.transport.groups import Group, group_name, only_group_of, transport_of
@@ -91,7 +91,6 @@ class ShardedSequence:
         # With two sides begin and end are copies: neither they nor what they are of may change.
         watched = (self.begin, self.end) if mask.key_begin is None else (self.begin, self.end, *mask.tensors)
         self._versions = [(x, _version(x)) for x in watched]
-        self._data: list[int] = []  # the fingerprint of the first tensor that was sharded; one list for all masks
         _living[id(self)] = self
 
     def __repr__(self) -> str:
@@ -129,19 +128,26 @@ class ShardedSequence:
     # ---- tensors --------------------------------------------------------------------------------
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's tokens of a global tensor: size S in `dim` -> size N. See `Layout.shard`.
-
-        The first tensor, such as the token ids, tells this batch from others of equal shape: attention raises
-        RingMismatchError where ranks work on different ones.
-        """
-        local = self.layout.shard(x, dim, self.rank)
-        if not self._data:
-            self._data.append(found_on(local))
-        return local
+        """Return this rank's tokens of a global tensor: size S in `dim` -> size N. See `Layout.shard`."""
+        return self.layout.shard(x, dim, self.rank)
 
     def unshard(self, local: Tensor, dim: int) -> Tensor:
         """Return the global tensor, on every rank: size N in `dim` -> size S. A collective; see `Layout.unshard`."""
         return self.layout.unshard(local, dim, self.group_name)
+
+    def check_same(self, *tensors: Tensor) -> None:
+        """Raise RingMismatchError unless the ranks have the same numbers here, such as the token ids of a batch.
+
+        A collective: the ranks compare 64 bits, on the host, which waits for the others and for a GPU. Attention itself
+        compares shapes, masks and layouts, but no data: ranks that load different batches of equal shape get numbers of
+        neither.
+        """
+        transport, what = self.transport, "check_same"
+        if transport.world_size > 1:
+            with transport.propagate_errors(what):
+                data = int(checksum(*tensors))
+            with transport.agree(what, {}, data=data):
+                pass
 
     # ---- the same tokens under another mask or scheme -------------------------------------------
 
@@ -187,9 +193,7 @@ class ShardedSequence:
         return self._derived[scheme]
 
     def _like(self, mask: IntervalMask, scheme: str) -> ShardedSequence:
-        found = ShardedSequence(mask, self.layout, self.group_name, scheme=scheme)
-        found._data = self._data
-        return found
+        return ShardedSequence(mask, self.layout, self.group_name, scheme=scheme)
 
     def _derive(self, key: IntervalMask | str, mask: IntervalMask, scheme: str) -> None:
         """Remember, by key, the same tokens under another mask or scheme."""
@@ -229,10 +233,6 @@ class ShardedSequence:
         sent = needed[needed[:, 0] != needed[:, 1], 5].sum()
         tokens, num_pairs, num_keys = (round(2 * math.log2(1 + int(x))) for x in (self.seq_len, pairs.sum(), sent))
         return tokens, num_pairs, num_keys
-
-    def data_of(self, *locals_: Tensor) -> int:
-        """Return what is known of the data of these local tensors, the same on every rank; 0: nothing."""
-        return zlib.crc32(repr((self._data, found_on(*locals_))).encode())
 
     def bounds_on(self, device: torch.device, i: int) -> tuple[Tensor, ...]:
         """Return begin and end of this rank's queries, int32 (B or 1, their number), copied to a GPU once.

@@ -2,7 +2,7 @@
 
 A call is known by its *terms*: the op, the device type and whatever else must be equal on all ranks (shapes, dtypes,
 scale, digests of mask and layout). A *header* of one fixed size holds them, with what tells the call from others of its
-kind: its number and, if they are known, a fingerprint of its data and the number of the forward that a backward belongs
+kind: its number and, where they are given, a fingerprint of data and the number of the forward that a backward belongs
 to. Headers travel beside the payloads, along the edges of a tree of the ranks, so that a rank has at most three
 connections for them, and sends at most six headers a call, whatever the number of ranks.
 
@@ -73,7 +73,7 @@ class Terms:
         """Return the terms and what tells this call from others of its kind, as JSON padded with spaces.
 
         call: its number on the group. forward_call: in a backward, the number of the forward's call; 0: not known.
-        data: a fingerprint of the data that the call is about; 0: not known. step: from which dropout is drawn.
+        data: a fingerprint of data that must be the same on all ranks; 0: none. step: from which dropout is drawn.
         """
         return (self._template % (call, forward_call, step, data)).ljust(_TEXT_BYTES)
 
