@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import run_ranks
-from ringtile import InputError, LoopbackWorld, RingMismatchError
+from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RingMismatchError, ShardedSequence, ring_attention
 from ringtile.transport import groups, process_group
 from ringtile.transport.agreement import HELLO_TAG
 from ringtile.transport.groups import transport_of
@@ -55,11 +55,12 @@ def ring_as_over_nccl(case: tuple[str, str]) -> tuple[bool, bool]:
     dist.new_group([0])  # rank 0 is in one group more than the others
     plain, group = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert plain is not None and group is not None  # noqa: PT018
-    beside = as_over_nccl(group)._beside
-    assert beside is not None and beside._get_backend(torch.device("cpu")).options._timeout == timeout  # noqa: PT018
-    assert beside.size() == group.size() and beside.rank() == group.rank()  # noqa: PT018
+    transport = as_over_nccl(group)
     p, layout = problem(), LAYOUTS[layout_name](48, dist.get_world_size())
     one, other = (forward_and_backward(p, MASKS[mask], layout, of) for of in (group, plain))
+    beside = transport._beside
+    assert beside is not None and beside._get_backend(torch.device("cpu")).options._timeout == timeout  # noqa: PT018
+    assert beside.size() == group.size() and beside.rank() == group.rank()  # noqa: PT018
     same = all(torch.equal(x, y) for x, y in zip(one[0], other[0], strict=True))
     return same, one[1:] == other[1:]
 
@@ -67,6 +68,29 @@ def ring_as_over_nccl(case: tuple[str, str]) -> tuple[bool, bool]:
 @pytest.mark.parametrize("case", [("documents", "zigzag"), ("window", "contiguous"), ("full", "striped")])
 def test_ring_with_headers_beside_and_batches_is_the_same(case: tuple[str, str]) -> None:
     assert run_ranks(4, ring_as_over_nccl, case) == [(True, True)] * 4
+
+
+def groups_in_another_order() -> list[bool]:
+    """Rank 0 makes a sequence over each of two groups, rank 1 the other way round; then they compute in one order."""
+    timeout = datetime.timedelta(seconds=20)
+    groups = [dist.new_group(timeout=timeout), dist.new_group(timeout=timeout)]
+    layout, mask = Layout.zigzag(48, 2), IntervalMask.causal(48)
+    p, sequences = problem(), {}
+    for i in (0, 1) if dist.get_rank() == 0 else (1, 0):
+        group = groups[i]
+        assert group is not None
+        as_over_nccl(group)
+        sequences[i] = ShardedSequence.of(mask, layout, group)
+    outs = [
+        ring_attention(*(sequences[i].shard(x, 1) for x in (p.q, p.k, p.v)), sequences[i]) for i in range(len(groups))
+    ]
+    return [bool(out.isfinite().all()) for out in outs]
+
+
+@pytest.mark.timeout(60)
+def test_making_sequences_over_groups_in_another_order_waits_for_no_rank() -> None:
+    """Making one sends nothing, over NCCL either: a gloo group beside it is made by its first call."""
+    assert run_ranks(2, groups_in_another_order) == [[True, True]] * 2
 
 
 def disagreement_as_over_nccl() -> str:

@@ -33,7 +33,8 @@ class ProcessGroupTransport(Transport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
         self._group = weakref.ref(group)  # the registry lets go of a transport when its group is destroyed
-        self._beside = None if backend_name(group, "cpu") else _gloo_beside(group)
+        self._needs_beside = backend_name(group, "cpu") is None
+        self._beside: dist.ProcessGroup | None = None  # from the first call on: its ranks wait for each other
         self._opened = False
         self._shared: SharedMemory | None = None  # from the first call on, with ranks of this host
         self._never_waited_for: list[Exchange] = []  # of calls on which the ranks disagreed
@@ -41,6 +42,9 @@ class ProcessGroupTransport(Transport):
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         if self._beside is not None and tensor.device.type == "cpu":
             return self._beside
+        return self._own_group()
+
+    def _own_group(self) -> dist.ProcessGroup:
         group = self._group()
         if group is None:
             raise InputError("the process group was destroyed; make a new one, and what was built on it")
@@ -76,6 +80,8 @@ class ProcessGroupTransport(Transport):
 
     def _connect(self) -> tuple[SocketChannel, SocketFailureDetector]:
         peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        if self._needs_beside:
+            self._beside = _gloo_beside(self._own_group())
 
         def exchange(hello: bytes) -> dict[int, bytes]:
             mine = torch.frombuffer(bytearray(hello), dtype=torch.uint8)
@@ -133,6 +139,8 @@ class ProcessGroupTransport(Transport):
     def _end_messages(self) -> None:
         if self._shared is not None:
             self._shared.close()
+        if self._needs_beside and self._beside is None:
+            return  # no call has begun
         # gloo closes a connection on which a receive timed out, and has no other way to close one. NCCL has none at all
         # that a peer would notice: its own watchdog ends a wait that is longer than the group's timeout.
         nothing = torch.empty(1, device="cpu")
