@@ -26,7 +26,8 @@ typedef struct rt_attn_params {
     int64_t mask_batch_stride;          // N, or 0 if one row serves every batch
     const int32_t *key_begin, *key_end; // (B or 1, K): queries at [key_begin, key_end) attend the key; or both NULL
     int64_t key_mask_batch_stride;      // K, or 0; not read without them
-    const rt_run *k_runs;               // (R) global positions of the keys; keys in no run are not attended
+    // (R) global positions of the keys. Keys in no run are not attended; two at one position are, each by itself.
+    const rt_run *k_runs;
     int64_t num_k_runs;
 
     // Dropout of weights: a feature is a key, by its position, and a token is a query head (rt_dropout_params): word

@@ -15,8 +15,9 @@ typedef struct rt_run {
     int64_t global_begin, stride, local_begin, length;
 } rt_run;
 
-// Checks that every run is well formed, lies inside local_len local tokens, and shares no local token and no global
-// position with another run.
+// Checks that every run is well formed, lies inside local_len local tokens, and shares no local token with another run.
+// Positions that runs share are for rt_layout_check to find, once: to look for them takes time for each pair of runs
+// that interleave.
 //   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_RUN
 rt_status rt_runs_check(const rt_run *runs, int64_t num_runs, int64_t local_len);
 

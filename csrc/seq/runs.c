@@ -67,8 +67,7 @@ static bool share_positions(const rt_run *runs, int64_t num_runs) {
     return false;
 }
 
-// All of rt_runs_check_inside but the positions that runs share.
-static rt_status check_each(const rt_run *runs, int64_t num_runs, int64_t local_len, int64_t global_len) {
+rt_status rt_runs_check_tokens(const rt_run *runs, int64_t num_runs, int64_t local_len, int64_t global_len) {
     const rt_status status = check_list(runs, num_runs);
     if (status != RT_OK) return status;
     if (local_len < 0 || global_len < 0) return RT_BAD_SHAPE;
@@ -86,7 +85,7 @@ static rt_status check_each(const rt_run *runs, int64_t num_runs, int64_t local_
 }
 
 rt_status rt_runs_check_inside(const rt_run *runs, int64_t num_runs, int64_t local_len, int64_t global_len) {
-    const rt_status status = check_each(runs, num_runs, local_len, global_len);
+    const rt_status status = rt_runs_check_tokens(runs, num_runs, local_len, global_len);
     return status == RT_OK && share_positions(runs, num_runs) ? RT_BAD_RUN : status;
 }
 
@@ -103,7 +102,7 @@ rt_status rt_runs_local_len(const rt_run *runs, int64_t num_runs, int64_t global
 }
 
 rt_status rt_runs_check(const rt_run *runs, int64_t num_runs, int64_t local_len) {
-    return rt_runs_check_inside(runs, num_runs, local_len, INT64_MAX);
+    return rt_runs_check_tokens(runs, num_runs, local_len, INT64_MAX);
 }
 
 // ---- layouts -----------------------------------------------------------------------------------
@@ -168,7 +167,7 @@ rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_
         const rt_run *rank_runs = num_runs > 0 && runs != NULL ? runs + run_offsets[rank] : NULL;
         int64_t local_len;
         rt_status status = rt_runs_local_len(rank_runs, num_runs, seq_len - total, &local_len);
-        if (status == RT_OK) status = check_each(rank_runs, num_runs, local_len, seq_len);
+        if (status == RT_OK) status = rt_runs_check_tokens(rank_runs, num_runs, local_len, seq_len);
         if (status != RT_OK) return status;
         total += local_len;
     }

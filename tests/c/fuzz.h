@@ -395,7 +395,8 @@ static inline void try_call(uint64_t *state, const char *name, arrays *all, void
 
 // Whether the runs are well formed, in 0..global_len-1 and in 0..local_len-1, and disjoint; UNKNOWN if that is too much
 // to list.
-static inline verdict judge_runs(const rt_run *runs, int64_t num_runs, int64_t local_len, int64_t global_len) {
+static inline verdict judge_runs(const rt_run *runs, int64_t num_runs, int64_t local_len, int64_t global_len,
+                                 bool may_share_positions) {
     int64_t total = 0;
     for (int64_t r = 0; r < num_runs; r++) {
         const rt_run run = runs[r];
@@ -410,7 +411,8 @@ static inline verdict judge_runs(const rt_run *runs, int64_t num_runs, int64_t l
             for (int64_t i = 0; i < runs[r].length; i++)
                 for (int64_t j = 0; j < runs[s].length; j++)
                     if (runs[r].local_begin + i == runs[s].local_begin + j ||
-                        runs[r].global_begin + i * runs[r].stride == runs[s].global_begin + j * runs[s].stride)
+                        (!may_share_positions &&
+                         runs[r].global_begin + i * runs[r].stride == runs[s].global_begin + j * runs[s].stride))
                         return FORBIDDEN;
     return VALID;
 }

@@ -249,7 +249,7 @@ static verdict judge_problem(const problem *c) {
     if (p->mask_batch_stride != 0 && p->mask_batch_stride != p->num_queries) return FORBIDDEN;
     if (c->two_sides && p->key_mask_batch_stride != 0 && p->key_mask_batch_stride != p->num_keys) return FORBIDDEN;
     if (p->num_k_runs > c->num_runs) return IMPOSSIBLE;
-    const verdict of_runs = judge_runs(c->runs, p->num_k_runs, p->num_keys, INT64_MAX);
+    const verdict of_runs = judge_runs(c->runs, p->num_k_runs, p->num_keys, INT64_MAX, true);
     if (of_runs == UNKNOWN) return result == FORBIDDEN ? FORBIDDEN : IMPOSSIBLE; // billions of keys
     int64_t num_keys = 0;
     for (int64_t r = 0; of_runs == VALID && r < p->num_k_runs; r++) num_keys += c->runs[r].length;

@@ -64,7 +64,7 @@ static void try_runs(uint64_t *state, int64_t entry) {
     const rt_run *list = no_runs ? NULL : given;
     if (num_runs < 0 || local_len < 0 || (no_runs && num_runs > 0)) expected = FORBIDDEN;
     if (expected != FORBIDDEN) {
-        const verdict of_runs = judge_runs(runs, num_runs, local_len, INT64_MAX);
+        const verdict of_runs = judge_runs(runs, num_runs, local_len, INT64_MAX, true);
         expected = of_runs == UNKNOWN ? UNKNOWN : of_runs; // exact, spoiled or not
     }
     judge("rt_runs_check", expected, rt_runs_check(list, num_runs, local_len));
@@ -124,7 +124,7 @@ static void try_layout(uint64_t *state) {
             if (!forbidden) local_len += l.runs[r].length;
         }
         total += local_len;
-        if (!forbidden && judge_runs(l.runs + first, count, local_len, seq_len) == FORBIDDEN) forbidden = true;
+        if (!forbidden && judge_runs(l.runs + first, count, local_len, seq_len, false) == FORBIDDEN) forbidden = true;
         for (int64_t r = first; !forbidden && r < first + count; r++)
             for (int64_t j = 0; !forbidden && j < l.runs[r].length; j++) {
                 const int64_t g = l.runs[r].global_begin + j * l.runs[r].stride;
@@ -222,7 +222,8 @@ static void try_shard(uint64_t *state, int64_t entry) {
         const verdict of_block = judge_block(&as_bytes);
         expected = worse(expected, of_block == UNKNOWN ? expected : of_block);
     }
-    if (dims && p.num_runs >= 0) expected = worse(expected, judge_runs(runs, p.num_runs, sizes[p.dim], p.global_len));
+    if (dims && p.num_runs >= 0)
+        expected = worse(expected, judge_runs(runs, p.num_runs, sizes[p.dim], p.global_len, false));
     if (forbidden) expected = FORBIDDEN;
     if (expected == IMPOSSIBLE) {
         num_skipped++;

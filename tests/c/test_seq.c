@@ -1,4 +1,5 @@
 // Status messages, runs, layouts, shard and unshard. The oracle of the copies is one loop over every element.
+#include "../../csrc/seq/runs.h"
 #include "layouts.h"
 
 static void test_status_messages_are_distinct(void) {
@@ -42,15 +43,17 @@ static void test_runs_check_refuses_each_malformed_run(void) {
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 4, 4}, {8, 1, 0, 2}, {16, 1, 2, 2}}, 3, 8), RT_OK);
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 4, 4}, {8, 1, 0, 2}, {16, 1, 1, 2}}, 3, 8), RT_BAD_RUN);
     CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 1, 0, 8}, {8, 1, 2, 1}}, 2, 8), RT_BAD_RUN);
-    // Nor a global position, whatever the strides.
-    CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 2, 0, 4}, {1, 2, 4, 4}}, 2, 8), RT_OK);
-    CHECK_STATUS(rt_runs_check((const rt_run[]){{6, 1, 0, 2}, {3, 1, 2, 4}}, 2, 8), RT_BAD_RUN);
-    CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 4, 0, 4}, {3, 3, 4, 4}}, 2, 8), RT_BAD_RUN); // 12
-    CHECK_STATUS(rt_runs_check((const rt_run[]){{0, 4, 0, 3}, {3, 3, 4, 4}}, 2, 8), RT_OK);
-    CHECK_STATUS(rt_runs_check((const rt_run[]){{0, INT64_MAX, 0, 2}, {0, 1, 4, 1}}, 2, 8), RT_BAD_RUN);
+    // Nor, where a rank holds them, a global position, whatever the strides.
+    CHECK_STATUS(rt_runs_check((const rt_run[]){{6, 1, 0, 2}, {3, 1, 2, 4}}, 2, 8), RT_OK);
+    CHECK_STATUS(rt_runs_check_inside((const rt_run[]){{0, 2, 0, 4}, {1, 2, 4, 4}}, 2, 8, INT64_MAX), RT_OK);
+    CHECK_STATUS(rt_runs_check_inside((const rt_run[]){{6, 1, 0, 2}, {3, 1, 2, 4}}, 2, 8, INT64_MAX), RT_BAD_RUN);
+    CHECK_STATUS(rt_runs_check_inside((const rt_run[]){{0, 4, 0, 4}, {3, 3, 4, 4}}, 2, 8, INT64_MAX), RT_BAD_RUN); // 12
+    CHECK_STATUS(rt_runs_check_inside((const rt_run[]){{0, 4, 0, 3}, {3, 3, 4, 4}}, 2, 8, INT64_MAX), RT_OK);
+    CHECK_STATUS(rt_runs_check_inside((const rt_run[]){{0, INT64_MAX, 0, 2}, {0, 1, 4, 1}}, 2, 8, INT64_MAX),
+                 RT_BAD_RUN);
     // In no time, though 2^31 steps of one end before they meet a position of the other.
     const rt_run apart[] = {{0, 1LL << 31, 0, 1LL << 31}, {1, 1LL << 31, 1LL << 31, 1LL << 31}};
-    CHECK_STATUS(rt_runs_check(apart, 2, INT64_MAX), RT_OK);
+    CHECK_STATUS(rt_runs_check_inside(apart, 2, INT64_MAX, INT64_MAX), RT_OK);
     CHECK_STATUS(rt_runs_check(NULL, 0, 0), RT_OK);
     CHECK_STATUS(rt_runs_check(NULL, 1, 8), RT_BAD_POINTER);
     CHECK_STATUS(rt_runs_check(NULL, -1, 8), RT_BAD_SHAPE);
@@ -71,7 +74,7 @@ static void test_runs_check_finds_every_shared_position(void) {
                 *at = true;
             }
         }
-        CHECK_STATUS(rt_runs_check(runs, 2, 40), shared ? RT_BAD_RUN : RT_OK);
+        CHECK_STATUS(rt_runs_check_inside(runs, 2, 40, INT64_MAX), shared ? RT_BAD_RUN : RT_OK);
     }
 }
 

@@ -19,6 +19,7 @@ from ringtile.sequence.mask import IntervalMask
 
 TOLERANCE = 1.03  # busiest rank over the mean at which the search ends
 _MAX_TRADES = 400
+_MAX_GIVEN, _MAX_TAKEN = 128, 512  # chunks that a trade chooses among, spread over those that there are
 
 
 def deal(mask: IntervalMask, world_size: int, chunk: int) -> Tensor:
@@ -59,14 +60,20 @@ def _counts_even(owner: Tensor) -> bool:
     return int(counts.max() - counts.min()) <= 1
 
 
+def _some(flags: Tensor, most: int) -> Tensor:
+    """Return at most so many of the places where flags are set, evenly spread."""
+    places = flags.nonzero()[:, 0]
+    return places[:: -(-places.numel() // most) or 1]
+
+
 class _Table:
     """Work and needs of the chunks, and what follows from giving each an owner, int64 (C,)."""
 
     def __init__(self, work: Tensor, first: Tensor, last: Tensor, world_size: int) -> None:
         self.work, self.first, self.last, self.world_size = work, first, last, world_size
         self.index = torch.arange(work.numel(), device="cpu")
-        # needs[c, k]: some query of chunk c attends keys of chunk k (or may: the bounds are those of the whole chunk).
-        self.needs = ((first[:, None] <= self.index) & (self.index < last[:, None])).float()
+        # Chunk c needs the keys of chunks first[c] .. last[c] - 1: no table of C x C says so.
+        self.needs_itself = ((first <= self.index) & (self.index < last)).long()
 
     def loads(self, owner: Tensor) -> Tensor:
         """Return int64 (W,): the work of each rank."""
@@ -79,7 +86,11 @@ class _Table:
     def users(self, owner: Tensor) -> tuple[Tensor, Tensor]:
         """Return (W, C) each: how many chunks of a rank need the keys of chunk k; whether the rank holds chunk k."""
         held = owner == torch.arange(self.world_size, device="cpu")[:, None]
-        return held.float() @ self.needs, held
+        changes = torch.zeros(self.world_size, owner.numel() + 1, dtype=torch.int64, device="cpu")
+        one = torch.ones_like(owner)
+        changes.index_put_((owner, self.first), one, accumulate=True)
+        changes.index_put_((owner, self.last), -one, accumulate=True)
+        return changes.cumsum(1)[:, :-1], held
 
     def num_travelling(self, owner: Tensor) -> int:
         """Return how many chunks of keys ranks need of other ranks."""
@@ -96,7 +107,7 @@ class _Table:
             busiest = int(loads.argmax())
             if loads[busiest] <= target:
                 break
-            mine, others = held[busiest].nonzero()[:, 0], (~held[busiest]).nonzero()[:, 0]
+            mine, others = _some(held[busiest], _MAX_GIVEN), _some(~held[busiest], _MAX_TAKEN)
             other_ranks = owner[others]
             # Giving g units of work away when the receiver has r less: the sum of squares falls by 2 g (r - g).
             given = self.work[mine][:, None] - self.work[others]
@@ -110,22 +121,22 @@ class _Table:
                 owner[chunk] = receiver
                 for rank, sign in ((giver, -1), (receiver, 1)):
                     loads[rank] += sign * self.work[chunk]
-                    users[rank] += sign * self.needs[chunk]
+                    users[rank, self.first[chunk] : self.last[chunk]] += sign
                     held[rank, chunk] = sign > 0
         return owner
 
     def travel_of_moving(self, owner: Tensor, users: Tensor, held: Tensor) -> Tensor:
         """Return (W, C): by how many chunks travel grows when chunk c moves to rank w. Of a trade it is an estimate."""
         own = users[owner, self.index]  # (C,) users of chunk c on its own rank, itself maybe among them
-        itself = self.needs.diagonal()
+        itself = self.needs_itself
         # The old rank no longer receives what only c needed, but may now have to receive c.
         spared = self._sum_over_needs((users == 1) & ~held)[owner, self.index]
-        still_needed = (own > itself).float()
+        still_needed = (own > itself).long()
         # The new rank receives what none of its chunks needed, c excepted, which it no longer has to receive.
-        fetched = self._sum_over_needs((users == 0) & ~held) - (users == 0) * itself - (users > 0).float()
+        fetched = self._sum_over_needs((users == 0) & ~held) - (users == 0) * itself - (users > 0).long()
         return fetched - spared + still_needed
 
     def _sum_over_needs(self, flags: Tensor) -> Tensor:
-        """flags bool (W, C) -> float (W, C): how many flags of rank w are set among the keys that chunk c needs."""
-        total = pad(flags.float().cumsum(1), (1, 0))
+        """flags bool (W, C) -> int64 (W, C): how many flags of rank w are set among the keys that chunk c needs."""
+        total = pad(flags.cumsum(1), (1, 0))
         return total[:, self.last] - total[:, self.first]

@@ -100,27 +100,34 @@ class Layout:
         them moves on by one per document, so that left-over tokens spread. Raises LayoutError when a rank gets nothing.
         """
         ranks: list[list[Run]] = [[] for _ in range(arguments.check_int("world_size", world_size))]
+        held = [0] * world_size
         begin = 0
         for document, length in enumerate(_lengths(lengths)):
             bounds = [begin + chunk * length // (2 * world_size) for chunk in range(2 * world_size + 1)]
             for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):
                 rank = (min(chunk, 2 * world_size - 1 - chunk) + document) % world_size
                 if last > first:
-                    ranks[rank].append(Run(first, 1, sum(run.length for run in ranks[rank]), last - first))
+                    ranks[rank].append(Run(first, 1, held[rank], last - first))
+                    held[rank] += last - first
             begin += length
         return cls.from_runs(ranks)
 
     @classmethod
-    def balanced(cls, mask: IntervalMask, world_size: int, chunk: int = 512) -> Layout:
+    def balanced(cls, mask: IntervalMask, world_size: int, chunk: int | None = None) -> Layout:
         """Equal work on every rank for this very mask, and few keys that travel; as many tokens on every rank.
 
         The sequence is dealt in chunks of `chunk` tokens, one more or less per rank; the work of a rank is what its
         queries attend, summed over the rows of the mask, and ends within balance.TOLERANCE of the mean where chunks of
-        that size allow it. Every rank that holds the same mask finds the same layout.
+        that size allow it. None: 512 tokens, less where ranks would get fewer than 8 chunks, more where they would get
+        more than 64, among which the search takes long. Every rank that holds the same mask finds the same layout.
         Raises LayoutError when there are fewer chunks than ranks.
         """
         check_types(mask)
-        chunk, world_size = arguments.check_int("chunk", chunk), arguments.check_int("world_size", world_size)
+        world_size = arguments.check_int("world_size", world_size)
+        if chunk is None:
+            share = mask.seq_len // max(world_size, 1)
+            chunk = max(1, min(512, share // 8), share // 64)
+        chunk = arguments.check_int("chunk", chunk)
         if chunk < 1 or world_size < 1 or mask.seq_len <= chunk * (world_size - 1):
             raise LayoutError(
                 f"a balanced layout of {mask.seq_len} tokens over {world_size} ranks in chunks of {chunk}; expected "
@@ -139,13 +146,16 @@ class Layout:
 
     @classmethod
     def from_runs(cls, runs: Iterable[Iterable[Sequence[int]]]) -> Layout:
-        """Any layout: for every rank its runs, each (global_begin, stride, local_begin, length).
+        """Any layout: for every rank its runs, each (global_begin, stride, local_begin, length), in any order.
 
         Raises LayoutError when a run is malformed, a rank holds nothing, a rank's local tokens have a hole, or a
         position is held by no rank or by two.
         """
         try:
-            ranks = tuple(tuple(_run(rank, run) for run in of_rank) for rank, of_rank in enumerate(runs))
+            ranks = tuple(
+                tuple(sorted((_run(rank, run) for run in of_rank), key=operator.attrgetter("local_begin")))
+                for rank, of_rank in enumerate(runs)
+            )
         except TypeError:
             raise InputError(f"runs is {runs!r:.200}; expected for every rank a list of runs") from None
         for rank, of_rank in enumerate(ranks):
@@ -175,8 +185,7 @@ class Layout:
     def of_mask(cls, name: str, mask: IntervalMask, world_size: int) -> Layout:
         """Return the layout a configuration names, for this mask: those of `named`, "per_document" or "balanced".
 
-        Documents are those of the mask's first row. Chunks are smaller than `balanced` makes them where the sequence is
-        short, so that every rank gets several.
+        Documents are those of the mask's first row.
         """
         if name == "per_document":
             attends = mask.end[0] > mask.begin[0]
@@ -184,7 +193,7 @@ class Layout:
             bounds = [*sorted(starts), mask.seq_len]
             return cls.per_document([end - begin for begin, end in itertools.pairwise(bounds)], world_size)
         if name == "balanced":
-            return cls.balanced(mask, world_size, max(1, min(512, mask.seq_len // (8 * world_size))))
+            return cls.balanced(mask, world_size)
         return cls.named(name, mask.seq_len, world_size)
 
     @staticmethod

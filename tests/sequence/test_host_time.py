@@ -1,0 +1,65 @@
+"""What the host does for a sequence grows with its runs and documents, and not with their pairs.
+
+Each case is timed at one size and at four times that: linear work takes 4 times as long, quadratic work 16 times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from counting import Counting
+from ringtile import IntervalMask, Layout, ops
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """Of this thread alone, and the least of three: other processes share the cores."""
+    found = []
+    for _ in range(3):
+        began = time.thread_time()
+        call()
+        found.append(time.thread_time() - began)
+    return min(found)
+
+
+def attention_over_interleaving_runs(num_runs: int) -> Callable[[], object]:
+    """As striped layouts and documents make them, where a block has the keys of all ranks."""
+    number = torch.arange(num_runs)
+    runs = torch.stack((number, torch.full_like(number, num_runs), 2 * number, torch.full_like(number, 2)), 1)
+    q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 2 * num_runs, 1, 8)
+    bounds = torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 1), 2 * num_runs, dtype=torch.int32)
+    out, lse = torch.zeros(1, 1, 1, 8), torch.full((1, 1, 1), -torch.inf, dtype=torch.float64)
+    return lambda: ops.attn_fwd_(q, k, k, *bounds, runs, out, lse, scale=1.0, softcap=0.0)
+
+
+LINEAR: dict[str, tuple[Callable[[int], Callable[[], object]], int]] = {
+    "Layout.per_document": (lambda n: lambda: Layout.per_document([100] * n, 4), 500),
+    "an attention call over runs that interleave": (attention_over_interleaving_runs, 2000),
+    "a layout in any local order": (
+        lambda n: lambda: Layout.from_runs([[(2 * i, 1, 2 * (n - 1 - i), 2) for i in range(n)]]),
+        16000,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_host_takes_time_for_runs_and_not_for_their_pairs(name: str) -> None:
+    make, size = LINEAR[name]
+    small, large = (seconds(make(n)) for n in (size, 4 * size))
+    assert large < 9 * small, (small, large)
+
+
+def test_a_balanced_layout_makes_no_table_of_pairs_of_chunks() -> None:
+    """Of the 4,096 chunks here, 64 MiB of float32; of a row of 8M tokens it was 1 GiB."""
+    seq_len = 2**16
+    with Counting() as count:
+        Layout.balanced(IntervalMask.causal(seq_len), 8, chunk=16)
+    assert count.largest <= 2 * seq_len
+
+
+def test_balanced_by_default_deals_8_to_64_chunks_a_rank() -> None:
+    for seq_len, chunk in ((4096, 128), (2**17, 512), (2**20, 4096)):
+        mask = IntervalMask.documents([seq_len // 2 + 17, seq_len // 2 - 17])
+        assert Layout.balanced(mask, 4) == Layout.balanced(mask, 4, chunk)
