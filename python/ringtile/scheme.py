@@ -8,7 +8,7 @@ A scheme is a text, the same in Python, YAML and on the command line:
     usp:M         M neighbours share the heads of their queries; keys come from M ranks at a time (arXiv:2405.07719)
     staged:T      ulysses in T stages, each with a slice of the heads
     usp           usp:M for the most neighbours M that always share a host
-    auto          whichever is fastest, measured at the first call of a kind (attn/auto.py)
+    auto          whichever receives the fewest bytes over the slowest link (attn/auto.py)
 """
 
 from __future__ import annotations

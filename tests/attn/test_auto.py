@@ -1,4 +1,4 @@
-"""Schemes that a call resolves: `auto` by measuring its candidates, alike on all ranks and still exact; `usp`."""
+"""Schemes that a call resolves: `auto` by the bytes of its candidates, alike on all ranks and still exact; `usp`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from ringtile import (
-    AttentionDropout,
     Config,
     InputError,
     IntervalMask,
@@ -25,96 +24,79 @@ from ringtile import (
 from ringtile.attn import auto
 from ringtile.cli import main
 from ringtile.sequence.plan import Shape
-from ringtile.transport import measure
+from ringtile.transport.hosts import hosts_of
 from ringtile.transport.loopback import LoopbackGroup
-from ringtile.transport.measure import hosts_of
 from test_ring import FLOAT64_TOLERANCE, assert_close, problem, run_ring
 from test_schemes import MASKS, SEQ_LEN, run_scheme
 
-SHAPE = Shape(1, 4, 4, 8, 8, torch.float64)
+
+def on_hosts(names: tuple[str, ...], function: Callable[[LoopbackGroup], Any]) -> list[Any]:
+    """Run ranks that take themselves for those of these hosts."""
+
+    def on_rank(group: LoopbackGroup) -> Any:
+        group.transport.hosts = tuple(map(names.index, names))
+        return function(group)
+
+    return LoopbackWorld(len(names)).run(on_rank)
 
 
-@pytest.fixture
-def seconds_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str, int], float]], None]:
-    """Stands for the clock: what a candidate takes, by its scheme and the rank."""
-
-    def install(seconds: Callable[[str, int], float]) -> None:
-        def took(run: Any, device: torch.device) -> float:
-            sequence = run.args[0].sequence
-            return seconds(sequence.scheme, sequence.rank)
-
-        monkeypatch.setattr(measure, "_seconds", took)
-
-    return install
-
-
-def attend(group: LoopbackGroup, mask: IntervalMask = MASKS["full"], **options: Any) -> str:
-    """Make a call and return the scheme that it was resolved to."""
-    p = problem(1, mask.seq_len, 4, 4, 8, 8)
-    world_size = group.transport.world_size
-    sequence = ShardedSequence(mask, Layout.zigzag(mask.seq_len, world_size), group, scheme="auto")
-    ring_attention(*(sequence.shard(x, 1) for x in (p.q, p.k, p.v)), sequence, **options)
-    kernel, drops = options.get("attention_kernel", "auto"), "dropout" in options
-    return auto.known_scheme(sequence, SHAPE, "cpu", kernel, drops)
-
-
-def test_the_slowest_rank_of_a_scheme_counts(seconds_of: Any) -> None:
-    """The ring is fastest on rank 0, but takes longest on rank 1."""
-    of_schemes = {"ring": (1.0, 9.0), "all_gather": (2.0, 3.0), "ulysses": (5.0, 1.0)}
-    seconds_of(lambda scheme, rank: of_schemes[scheme][rank])
-    assert LoopbackWorld(2).run(attend) == ["all_gather"] * 2
+def received(mask: IntervalMask, hosts: tuple[int, ...], shape: Shape, scheme: str, layout: Layout) -> int:
+    """By the definition: what the busiest rank receives of other hosts; of all ranks where there is one host."""
+    of_scheme = plan(
+        mask,
+        layout,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=shape.dtype,
+        scheme=scheme,
+    )
+    forward, backward = of_scheme.sent_bytes
+    ranks = range(len(hosts))
+    return max(
+        sum(
+            int(forward[sender, rank] + backward[sender, rank])
+            for sender in ranks
+            if hosts[sender] != hosts[rank] or len(set(hosts)) == 1
+        )
+        for rank in ranks
+    )
 
 
-@pytest.mark.parametrize(("seconds", "runs"), [(1e-3, 10), (0.02, 6), (1.0, 3)])
-def test_candidates_take_turns_and_short_ones_run_more_often(seconds_of: Any, seconds: float, runs: int) -> None:
-    """After a run that warms up. What slows the machine for a while, here in one round, decides nothing."""
-    ran: list[str] = []
+@pytest.mark.parametrize("hosts", ["aaaa", "abcd", "aabb"])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (8, 1)])
+@pytest.mark.parametrize("mask", ["causal", "full", "window", "documents"])
+def test_auto_receives_the_fewest_bytes_over_the_slowest_link(mask: str, heads: tuple[int, int], hosts: str) -> None:
+    """The ring when equal; the same on every rank, and by no measuring: nothing is computed, and nothing travels."""
+    shape, layout = Shape(1, *heads, 8, 8, torch.float32), Layout.zigzag(SEQ_LEN, 4)
+    names = tuple(hosts)
+    numbers = tuple(map(names.index, names))
 
-    def took(scheme: str, rank: int) -> float:
-        ran.append(scheme)
-        slow = 100 if scheme == "ring" and ran.count("ring") == 5 else 1
-        return seconds * slow * (0.9 if scheme == "ring" else 1.0)
+    def on_rank(group: LoopbackGroup) -> tuple[str, int]:
+        sequence = ShardedSequence(MASKS[mask], layout, group, scheme="auto")
+        return auto.scheme_of(sequence, shape), group.transport.bytes_sent
 
-    seconds_of(lambda scheme, rank: took(scheme, rank) if rank == 0 else 0.0)
-    assert LoopbackWorld(2).run(attend) == ["ring"] * 2
-    assert ran == ["ring", "all_gather", "ulysses"] * runs
-
-
-def test_every_candidate_may_be_taken_with_any_kernel_and_dropout(seconds_of: Any) -> None:
-    dropout = AttentionDropout(0.1, torch.zeros(1, dtype=torch.int64), 0)
-    choices: list[dict[str, Any]] = [{}, {"dropout": dropout}, {"attention_kernel": "aten"}]
-    for name in ("ring", "all_gather", "ulysses"):
-        seconds_of(lambda scheme, rank, name=name: float(scheme != name))
-        for options in choices:
-            assert LoopbackWorld(4).run(lambda group, options=options: attend(group, **options)) == [name] * 4
+    tried = ["ring", "all_gather", "ulysses", "usp:2"] if hosts == "aabb" else ["ring", "all_gather", "ulysses"]
+    expected = min(tried, key=lambda scheme: received(MASKS[mask], numbers, shape, scheme, layout))
+    assert on_hosts(names, on_rank) == [(expected, 0)] * 4
 
 
-def test_a_kind_is_measured_once_and_masks_of_about_the_same_work_are_one_kind(seconds_of: Any) -> None:
-    measured = []
+def test_auto_takes_each_of_its_candidates_somewhere() -> None:
+    """With many kv heads ulysses moves less than a ring of full attention; a narrow window is a ring's."""
+    full, window = IntervalMask.full(64), IntervalMask.sliding_window(64, 2)
 
-    def seconds(scheme: str, rank: int) -> float:
-        measured.append(scheme)
-        return 1.0
+    def on_rank(group: LoopbackGroup) -> list[str]:
+        found = []
+        for mask, layout in ((full, Layout.zigzag(64, 4)), (window, Layout.contiguous(64, 4))):
+            sequence = ShardedSequence(mask, layout, group, scheme="auto")
+            found.append(auto.scheme_of(sequence, Shape(1, 8, 8, 8, 8, torch.float32)))
+        return found
 
-    seconds_of(seconds)
-
-    def on_rank(group: LoopbackGroup) -> list[int]:
-        counts = []
-        for lengths in ([1000, 1048], [1000, 1048], [990, 1058], [16] * 128):
-            attend(group, IntervalMask.documents(lengths))
-            counts.append(len(measured))
-        return counts
-
-    assert LoopbackWorld(1).run(on_rank) == [[0] * 4]  # nothing to choose
-    of_world = LoopbackWorld(2).run(on_rank)
-    once = len(measured) // 2
-    assert once == 2 * 3 * 3  # ranks, candidates, runs
-    assert of_world[0][-1] == of_world[1][-1] == len(measured)
+    assert on_hosts(("a",) * 4, on_rank) == [["ulysses", "ring"]] * 4
 
 
 @pytest.mark.parametrize("scheme", ["auto", "usp"])
 def test_resolved_schemes_equal_one_rank_and_send_what_is_planned(scheme: str) -> None:
-    """Measuring counts as no payload."""
     p = problem(2, SEQ_LEN, 6, 2)
     for mask in ("documents", "padding"):
         layout = Layout.zigzag(SEQ_LEN, 3)
@@ -125,7 +107,7 @@ def test_resolved_schemes_equal_one_rank_and_send_what_is_planned(scheme: str) -
         assert sent in (of_schemes if scheme == "auto" else of_schemes[-1:])
 
 
-def test_tensors_that_require_gradients_are_measured() -> None:
+def test_auto_has_the_gradients_of_a_ring() -> None:
     """As in a training; over four ranks q, k and v of a share have one shape. In float64 schemes differ by the order of
     sums of at most SEQ_LEN terms near 1, some 1e-14; a wrong share is off by 0.1."""
 
@@ -153,7 +135,7 @@ def test_auto_and_another_scheme_are_told_apart() -> None:
     LoopbackWorld(2).run(on_rank)
 
 
-def test_bad_arguments_are_refused_before_anything_is_measured() -> None:
+def test_bad_arguments_are_refused_before_anything_is_asked() -> None:
     p = problem(1, SEQ_LEN, 4, 2)
 
     def on_rank(group: LoopbackGroup) -> None:

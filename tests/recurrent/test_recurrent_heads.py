@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from pool import run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RefusedError, RingMismatchError, ShardedSequence
-from ringtile.recurrent import schemes
 from ringtile.recurrent.costs import cost, size_of
 from ringtile.recurrent.documents import Forest
 from test_recurrent_ranks import ROWS, SEQ_LEN, Case, Tensors, assert_close, of_out, of_ranks, problem
@@ -197,43 +196,11 @@ def test_the_scheme_is_the_one_asked_for_or_the_attentions() -> None:
     assert scheme_run("delta", None, "ulysses", 6, causal) == "states"  # there are 4 groups
 
 
-def test_auto_asks_the_clock_where_both_schemes_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each kind of call and group, whatever the mask; all ranks take what is faster."""
-    measured: list[int] = []
-
-    def slow_states(candidates: Any, transport: Any, device: torch.device) -> list[float]:
-        for run in candidates:
-            run()  # forward and backward, on every rank
-        measured.append(transport.rank)
-        return [2.0, 1.0]
-
-    monkeypatch.setattr(schemes, "measure", slow_states)
-    tensors = problem(case("kda"), 1, SEQ_LEN)
-
-    def rank(group: Any) -> list[int]:
-        sent = []
-        for mask, scheme in (
-            ([48], "auto"),
-            ([48], "heads"),
-            ([40, 8], "auto"),
-            ([48], "states"),
-            ([16, 16, 16], "auto"),
-        ):
-            layout = Layout.contiguous(SEQ_LEN, 3)
-            sequence = ShardedSequence(IntervalMask.documents([mask]), layout, group, scheme="ulysses")
-            before = group.transport.bytes_sent
-            case("kda", scheme).ours({n: sequence.shard(x, 1) for n, x in tensors.items()}, sequence)
-            sent.append(group.transport.bytes_sent - before)
-        return sent
-
-    for first, heads, again, states, nothing in LoopbackWorld(3).run(rank):
-        assert first > heads == again > states >= nothing == 0  # no document crosses a cut: nothing is measured
-    assert sorted(measured) == [0, 1, 2]
-
-
-def test_auto_measures_nothing_where_one_scheme_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schemes, "measure", None)
-    assert scheme_run("delta", "auto", "ulysses", 6, IntervalMask.causal(SEQ_LEN)) == "states"  # there are 4 groups
+def test_auto_passes_states_where_they_can_follow_the_layout() -> None:
+    """Whatever the sequence's own scheme; their bytes do not grow with the sequence."""
+    causal = IntervalMask.causal(SEQ_LEN)
+    assert scheme_run("kda", "auto", "ulysses", 2, causal) == "states"
+    assert scheme_run("delta", "auto", "ulysses", 6, causal) == "states"  # there are 4 groups
     striped = Layout.striped(SEQ_LEN, 2)  # no state can follow
     tensors = problem(case("delta"), 1, SEQ_LEN)
     dout = torch.randn(1, SEQ_LEN, *of_out(case("delta")), dtype=torch.float64)
@@ -242,19 +209,6 @@ def test_auto_measures_nothing_where_one_scheme_can_run(monkeypatch: pytest.Monk
         for scheme in ("auto", "heads")
     ]
     assert torch.equal(*outs)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_auto_computes_the_same(name: str) -> None:
-    """By the clock, whichever it takes; measuring leaves no gradient behind."""
-    tensors = problem(case(name), 1, SEQ_LEN)
-    dout = torch.randn(1, SEQ_LEN, *of_out(case(name)), dtype=torch.float64)
-    causal, layout = IntervalMask.causal(SEQ_LEN), Layout.zigzag(SEQ_LEN, 2)
-    out, gradients = of_ranks(case(name, "auto"), tensors, dout, causal, layout)
-    expected, of_each = of_ranks(case(name, "states"), tensors, dout, causal, layout)
-    assert_close(out, expected)
-    for n, gradient in gradients.items():
-        assert_close(gradient, of_each[n])
 
 
 # ---- refusals -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
-from ringtile.attn.auto import known_scheme
+from ringtile.attn.auto import scheme_of
 from ringtile.first_batch.run import is_recording
 from ringtile.hf.batch import ShardedBatch, active_batch
 from ringtile.hf.layers import LayerMask, layer_masks
@@ -90,9 +90,7 @@ class Meter(TrainerCallback):
         num_kv_heads = getattr(self.config, "num_key_value_heads", None) or num_heads
         head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // num_heads
         shape = Shape(batch_size, num_heads, num_kv_heads, head_dim, head_dim, self.dtype)
-        drops = getattr(self.config, "attention_dropout", 0.0) > 0
-        scheme = known_scheme(sequence, shape, DEVICE, sharded.attention_kernel, drops)
-        return plan_of(sequence.mask, sequence.layout, shape, scheme)
+        return plan_of(sequence.mask, sequence.layout, shape, scheme_of(sequence, shape))
 
     def tokens_per_s(self) -> float:
         """Tokens per second of this rank in the median step, padding included."""

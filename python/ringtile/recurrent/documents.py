@@ -137,11 +137,6 @@ class Facts:
         return {}
 
     @functools.cached_property
-    def states_travel(self) -> bool:
-        """Whether any rank passes a state to another one."""
-        return any(cut.source != cut.target for cut in self._passes)
-
-    @functools.cached_property
     def _passes(self) -> tuple[StatePass, ...]:
         return state_passes(self.forest, self.layout)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import operator
 import threading
 import weakref
@@ -28,7 +27,7 @@ from ringtile.sequence.device_mask import DeviceMask
 from ringtile.sequence.heads import HeadGroup, join
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import RankPlan, rank_plan
+from ringtile.sequence.plan import RankPlan, Shape, rank_plan
 from ringtile.transport.groups import Group, group_name, only_group_of, transport_of
 from ringtile.transport.transport import Transport
 
@@ -86,6 +85,7 @@ class ShardedSequence:
         self._derived: dict[IntervalMask | str, ShardedSequence] = {}  # by the other mask, or the other scheme
         # Apart, by window and causal: torch.compile traces it, and would guard on every key.
         self._windows: dict[tuple[int, bool], ShardedSequence] = {}
+        self.schemes: dict[Shape, str] = {}  # of `auto`, by the shape of a call
         self._on_device: dict[torch.device, DeviceMask] = {}
         self._positions: dict[torch.device, DeviceMask] = {}
         # With two sides begin and end are copies: neither they nor what they are of may change.
@@ -225,14 +225,6 @@ class ShardedSequence:
         """Of the layout, and of mask and layout: 64 bits each, which ranks compare."""
         layout = self.layout_tensor
         return ops.digest(layout, layout[:0], layout[:0]), ops.digest(self.begin, self.end, layout)
-
-    @functools.cached_property
-    def size_class(self) -> tuple[int, int, int]:
-        """To within a factor of the square root of 2: tokens, pairs, and keys that a ring of all ranks sends."""
-        needed, pairs = ops.plan(self.begin, self.end, self.layout_tensor)
-        sent = needed[needed[:, 0] != needed[:, 1], 5].sum()
-        tokens, num_pairs, num_keys = (round(2 * math.log2(1 + int(x))) for x in (self.seq_len, pairs.sum(), sent))
-        return tokens, num_pairs, num_keys
 
     def bounds_on(self, device: torch.device, i: int) -> tuple[Tensor, ...]:
         """Return begin and end of this rank's queries, int32 (B or 1, their number), copied to a GPU once.

@@ -93,8 +93,7 @@ class Transport(abc.ABC):
 
     rank, world_size: of this group. bytes_sent: payload sent so far, in bytes; headers do not count. num_calls: the
     calls made so far. wait_seconds: how long the host has waited for headers and payloads so far; on a GPU only a
-    stream waits for payloads. hosts, fastest: what measure.py found: the host of each rank; of the ways to compute a
-    kind of call, the fastest one, by kind.
+    stream waits for payloads. hosts: of each rank, once hosts.py has asked.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -104,7 +103,6 @@ class Transport(abc.ABC):
         self.wait_seconds = 0.0
         self.num_calls = 0
         self.hosts: tuple[int, ...] = ()
-        self.fastest: dict[object, str] = {}
         self._op = ""
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None  # whose forwards use this group
