@@ -33,7 +33,8 @@ def dense_attention(
 ) -> tuple[Tensor, Tensor]:
     """out (B, S, H, Dv), lse (B, H, S) in float64, for q (B, S, H, D), k (B, S, G, D), v (B, S, G, Dv).
 
-    attend: bool (B or 1, S, S), [query, key]. A query that attends no key has out 0 and lse -inf. sinks (H): the score
+    attend: bool (B or 1, S, S), [query, key]. A query that attends no key has out 0 and lse -inf, and so
+    has one whose scores are all -inf. sinks (H): the score
     of one more key, which every query attends and whose value is 0. factors (B, H, S, S): of the weights, after the
     softmax.
     """
@@ -48,8 +49,8 @@ def dense_attention(
         scores = torch.cat([scores, of_sinks], dim=-1)
         v = torch.nn.functional.pad(v, (0, 0, 0, 1))
         attend = torch.nn.functional.pad(attend, (0, 1), value=True)
-    some = attend.any(-1, keepdim=True)
-    # Rows without keys go through the softmax with every score 0 and are dropped after it.
+    some = (attend & (scores != -torch.inf)).any(-1, keepdim=True)
+    # Rows without keys, or with scores of -inf alone, go through the softmax with every score 0, and are dropped after.
     scores = scores.masked_fill(~attend & some, -torch.inf).masked_fill(~some, 0.0)
     weights = scores.softmax(-1)
     if factors is not None:

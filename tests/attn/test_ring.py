@@ -258,6 +258,39 @@ def test_nan_and_inf_stay_where_the_definition_puts_them(poison: float) -> None:
     assert torch.equal(ring.out[0, 20:33].isfinite(), expected[0, 20:33].isfinite())
 
 
+@pytest.mark.parametrize("scheme", ["ring", "all_gather"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("kernel", ["ringtile", "aten"])
+def test_scores_of_minus_infinity_alone_weigh_nothing(kernel: str, world_size: int, scheme: str) -> None:
+    """As no key does: the first queries attend nothing else, and later ones find the same as without those keys.
+
+    A kernel that reports them as weights would spoil what others merge. And an infinite v leaves no finite number in
+    that element of the queries that attend it, on any number of ranks, and all others as they are; aten's kernels may
+    spread it.
+    """
+    p, mask, layout = problem(v_head_dim=16), IntervalMask.causal(48), Layout.zigzag(48, world_size)
+    p.k[:, :24] = -torch.inf
+    p.q.abs_()
+    expected, of_lse = dense_attention(p.q, p.k, p.v, dense(mask))
+    finite = torch.ones_like(expected, dtype=torch.bool)
+    if kernel == "ringtile":
+        p.v[0, 30, 0, 3] = torch.inf
+        finite[0, 30:, :2, 3] = False
+
+    def on_rank(group: LoopbackGroup) -> tuple[Tensor, Tensor]:
+        sequence = ShardedSequence(mask, layout, group, scheme=scheme)
+        q, k, v = (sequence.shard(x.detach(), 1) for x in (p.q, p.k, p.v))
+        out, lse = ring_attention(q, k, v, sequence, attention_kernel=kernel, return_lse=True)
+        return sequence.unshard(out, 1), sequence.unshard(lse, 2)
+
+    out, lse = LoopbackWorld(world_size).run(on_rank)[0]
+    assert torch.equal(out[:, :24], torch.zeros_like(out[:, :24]))
+    assert torch.equal(lse[..., :24], torch.full_like(lse[..., :24], -torch.inf))
+    torch.testing.assert_close(lse[..., 24:], of_lse[..., 24:], rtol=0, atol=FLOAT64_TOLERANCE)
+    assert torch.equal(out.isfinite(), finite)
+    torch.testing.assert_close(out[finite], expected[finite], rtol=0, atol=FLOAT64_TOLERANCE)
+
+
 def test_bits_are_the_same_every_time_and_for_any_number_of_threads() -> None:
     p = problem(batch=2, dtype=torch.float32)
     runs = []

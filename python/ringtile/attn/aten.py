@@ -235,7 +235,10 @@ def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     out, part (..., H, D); lse, part_lse (..., H).
     """
     part_lse = part_lse.to(lse.dtype)
-    share = torch.sigmoid(part_lse - lse)  # of the part; 1 where no key came before
+    # Flash attention on CUDA gives inf for rows without a weight: those whose scores are all -inf. An infinite score
+    # gives NaN in part, which a share of 0 keeps.
+    part_lse = part_lse.masked_fill(part_lse == torch.inf, -torch.inf)
+    share = torch.sigmoid(part_lse - lse).masked_fill(part_lse == -torch.inf, 0)  # 1 where no key came before
     out.lerp_(part.to(out.dtype), share[..., None].to(out.dtype))
     lse.copy_(torch.logaddexp(lse, part_lse))
 
@@ -278,6 +281,12 @@ def _options(pack: Pack, block: Block) -> dict[str, Any]:
 
 def _flash_for_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    # It gives 0, and not -inf, for a query whose scores are all -inf, which would weigh in a merge.
+    state, group = ops.state_dtype(q.dtype), q.size(1) // k.size(1)
+    for batch, head, row in (lse == 0).nonzero().tolist():
+        keys = k[batch, head // group, : row + 1 if causal else None].to(state)
+        if bool((scale * (keys @ q[batch, head, row].to(state)) == -torch.inf).all()):
+            lse[batch, head, row] = -torch.inf
     return out, lse
 
 

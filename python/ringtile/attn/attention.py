@@ -62,7 +62,7 @@ def ring_attention(
 
     Returns out (B, N, H, Dv) of q's dtype. With return_lse, returns (out, lse): the log-sum-exp of the scores,
     (B, H, N) in float32 (float64 for float64), differentiable too; it counts the sink. A query that attends no key has
-    out 0, lse -inf (or its sink) and gradient 0.
+    out 0, lse -inf (or its sink) and gradient 0; one whose scores are all -inf has the same out and lse.
 
     Raises InputError before any key is sent, RingMismatchError when ranks disagree or another refuses its arguments,
     PeerLostError when one is gone.
