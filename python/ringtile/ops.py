@@ -373,11 +373,17 @@ def _plan_fake(begin: Tensor, end: Tensor, layout: Tensor, rank: int) -> tuple[T
 
 
 torch.library.register_fake("ringtile::plan", _plan_fake)
-torch.library.register_fake("ringtile::digest", lambda begin, end, layout: layout.new_empty(1))
+
+
+@torch.library.register_fake("ringtile::digest")  # type: ignore[untyped-decorator]
+def _(begin: Tensor, end: Tensor, layout: Tensor) -> Tensor:
+    arguments.check_devices("begin", begin, end=end, layout=layout)  # one on meta comes here too
+    return layout.new_empty(1)
 
 
 @torch.library.register_fake("ringtile::mask_hulls")  # type: ignore[untyped-decorator]
-def _(begin: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(begin: Tensor, end: Tensor, key_begin: Tensor, key_end: Tensor, last: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    arguments.check_devices("begin", begin, end=end, key_begin=key_begin, key_end=key_end)
     return begin.new_empty(begin.shape, dtype=torch.int64), begin.new_empty(begin.shape), begin.new_empty(begin.shape)
 
 

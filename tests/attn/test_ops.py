@@ -379,3 +379,19 @@ def test_shard_is_the_adjoint_of_unshard() -> None:
     """<shard(x), y> = <x, unshard(y)> in float64, as the autograd formula claims."""
     x = torch.randn(2, 8, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: ops.shard_seq(x, [(6, 1, 0, 2), (0, 2, 2, 3)], 1), x)
+
+
+@pytest.mark.parametrize("name", OPCHECK_CASES)
+def test_one_tensor_on_meta_is_refused(name: str) -> None:
+    """Such a call comes to the fake kernel: what it makes on the other tensors' device would be uninitialized."""
+    op, given = getattr(torch.ops.ringtile, name), list(OPCHECK_CASES[name]())
+    places = [i for i, x in enumerate(given) if isinstance(x, Tensor)]
+    for i in places if len(places) > 1 else []:
+        changed = [x.to("meta") if i == j else x for j, x in enumerate(given)]
+        try:
+            found = op(*changed)
+        except (InputError, RuntimeError):
+            continue
+        made = [x for x in (found if isinstance(found, tuple) else (found,)) if isinstance(x, Tensor)]
+        assert made, i
+        assert all(x.is_meta for x in made), i

@@ -16,12 +16,13 @@ channels, W width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from ringtile import derivatives, ops, self_test
+from ringtile import arguments, derivatives, ops, self_test
 from ringtile.errors import RefusedError
 from ringtile.recurrent import self_test as recurrent_self_test
 
@@ -175,7 +176,26 @@ def _num_states(num_tokens: int) -> int:
     return (num_tokens - 1) // _CHUNK if num_tokens else 0
 
 
-@torch.library.register_fake("ringtile::scan")  # type: ignore[untyped-decorator]
+_Fake = TypeVar("_Fake", bound=Callable[..., Any])
+
+
+def _register_fake(op: str) -> Callable[[_Fake], _Fake]:
+    """Register the fake kernel of an op. A call with one tensor on meta comes to it too: InputError."""
+
+    def register(fake: _Fake) -> _Fake:
+        def checked(*given: Any) -> Any:
+            tensors = (x for x in given if isinstance(x, Tensor))
+            first, *others = (x for x in tensors if x.is_floating_point() or x.is_meta)  # seq_idx may be on the host
+            arguments.check_devices("an argument", first, **{f"argument {i}": x for i, x in enumerate(others)})
+            return fake(*given)
+
+        torch.library.register_fake(f"ringtile::{op}", checked)
+        return fake
+
+    return register
+
+
+@_register_fake("scan")
 def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, num_tokens, num_heads, v_dim = v.shape
     state, keep = (q.size(3), v_dim), others[-1]
@@ -183,7 +203,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *others: Any) -> tuple[Tensor,
     return v.new_empty(v.shape), g.new_empty(batch, num_heads, *state), g.new_empty(kept)
 
 
-@torch.library.register_fake("ringtile::scan_backward")  # type: ignore[untyped-decorator]
+@_register_fake("scan_backward")
 def _(dout: Tensor, dfinal_state: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
     q, k, v, g, beta, dt, D = inputs[:7]
     batch, num_tokens, num_heads, v_dim = v.shape
@@ -194,7 +214,7 @@ def _(dout: Tensor, dfinal_state: Tensor | None, *inputs: Any) -> tuple[Tensor, 
     return tuple(g.new_empty(shape) for shape in shapes)
 
 
-@torch.library.register_fake("ringtile::selective_scan")  # type: ignore[untyped-decorator]
+@_register_fake("selective_scan")
 def _(
     x: Tensor,
     dt: Tensor,
@@ -211,7 +231,7 @@ def _(
     return x.new_empty(x.shape), A.new_empty(batch, *A.shape), kept
 
 
-@torch.library.register_fake("ringtile::selective_scan_backward")  # type: ignore[untyped-decorator]
+@_register_fake("selective_scan_backward")
 def _(dout: Tensor, dfinal_state: Tensor | None, *inputs: Any) -> tuple[Tensor, ...]:
     x, dt, A, B, C, D = inputs[:6]
     shapes = [x.shape, dt.shape, A.shape, B.shape, C.shape]
@@ -219,14 +239,14 @@ def _(dout: Tensor, dfinal_state: Tensor | None, *inputs: Any) -> tuple[Tensor, 
     return tuple(A.new_empty(shape) for shape in shapes)
 
 
-@torch.library.register_fake("ringtile::causal_conv1d")  # type: ignore[untyped-decorator]
+@_register_fake("causal_conv1d")
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, initial_state: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(x.size(0), weight.size(1) - 1, x.size(2))
 
 
-@torch.library.register_fake("ringtile::causal_conv1d_backward")  # type: ignore[untyped-decorator]
+@_register_fake("causal_conv1d_backward")
 def _(
     dy: Tensor,
     dfinal_state: Tensor | None,
