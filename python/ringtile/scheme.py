@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 from ringtile.errors import InputError, shown
@@ -97,7 +98,7 @@ def share(num_heads: int, num_kv_heads: int, num_parts: int, part: int) -> Share
     heads = range(begin * unit, (begin + size + (part < rest)) * unit)
     of_heads = [head // repeats for head in heads]
     kv_heads = range(of_heads[0], of_heads[-1] + 1) if of_heads else range(0)
-    is_even = len({of_heads.count(kv_head) for kv_head in kv_heads}) <= 1
+    is_even = len(set(Counter(of_heads).values())) <= 1
     return Share(heads, kv_heads, None if is_even else tuple(kv_head - of_heads[0] for kv_head in of_heads))
 
 

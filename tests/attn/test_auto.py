@@ -197,6 +197,8 @@ def test_plan_shows_every_scheme(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert sent / 4 <= chosen["sending_s"] < sent
     assert f"*  {chosen['scheme'].rjust(10)}" in capsys.readouterr().out
     assert "rank 3" in (tmp_path / "plan.svg").read_text()
-    for wrong in (["--ranks-per-host", "0"], ["--rates", "fast"], ["--rates", "1"], ["--scheme", "auto"]):
+    assert main([*command, "--scheme", "auto"]) == 0
+    assert "*     ulysses" in capsys.readouterr().out
+    for wrong in (["--ranks-per-host", "0"], ["--rates", "fast"], ["--rates", "1"], ["--rates", "1e-300,1e9"]):
         assert main([*command, *wrong]) == 2
         assert "expected" in capsys.readouterr().err

@@ -211,11 +211,23 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "head dim": (
         lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), v_head_dim=0, **GOOD),
-        r"v_head_dim 0.* expected 1\.\.2\^31 - 1 each",
+        r"v_head_dim 0.* head dims of 1\.\.512",
+    ),
+    "a billion heads": (
+        lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "num_heads": 10**9}),
+        "num_heads 1000000000, .* at most 65536",
+    ),
+    "a large head": (
+        lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "head_dim": 10**6}),
+        r"head_dim 1000000, .* head dims of 1\.\.512",
+    ),
+    "more than is counted": (
+        lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), batch=2**60, **GOOD),
+        "batch 1152921504606846976; expected .* that 62 bits can count",
     ),
     "many heads": (
         lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "num_heads": 4 * 10**30}),
-        r"num_heads 40*, .* expected 1\.\.2\^31 - 1 each",
+        r"num_heads 40*, .* at most 65536, head dims of 1\.\.512",
     ),
     "batch": (
         lambda: plan(TWO_ROWS, Layout.zigzag(8, 2), batch=3, **GOOD),

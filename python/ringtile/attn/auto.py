@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ringtile.attn.call import AttentionCall
 from ringtile.sequence.cost import plan_of
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.hosts import hosts_of
@@ -38,7 +40,7 @@ def scheme_of(sequence: ShardedSequence, shape: Shape) -> str:
         return usp_of_hosts(hosts)
     if shape not in sequence.schemes:
         with sequence.transport.propagate_errors("ring_attention forward"):
-            sequence.schemes[shape] = _cheapest(sequence, shape, hosts)
+            sequence.schemes[shape] = cheapest(sequence.mask, sequence.layout, shape, hosts)
     return sequence.schemes[shape]
 
 
@@ -58,12 +60,13 @@ def usp_of_hosts(hosts: tuple[int, ...]) -> str:
     return f"usp:{within[-1]}"
 
 
-def _cheapest(sequence: ShardedSequence, shape: Shape, hosts: tuple[int, ...]) -> str:
+def cheapest(mask: IntervalMask, layout: Layout, shape: Shape, hosts: tuple[int, ...]) -> str:
+    """Return what `auto` is. hosts: by rank, as in `hosts_of`."""
     host = torch.tensor(hosts, device="cpu")
     is_slow = host[:, None] != host if len({*hosts}) > 1 else torch.ones(len(hosts), len(hosts), dtype=torch.bool)
 
     def received(scheme: str) -> int:
-        forward, backward = plan_of(sequence.mask, sequence.layout, shape, scheme).sent_bytes
+        forward, backward = plan_of(mask, layout, shape, scheme).sent_bytes
         return int(((forward + backward) * is_slow).sum(0).max())
 
     return min(candidates(hosts), key=received)  # the first of equal ones

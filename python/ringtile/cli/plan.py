@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import torch
 
-from ringtile.attn.auto import usp_of_hosts
+from ringtile.attn.auto import cheapest, usp_of_hosts
 from ringtile.cli import Outcome, plan_model
 from ringtile.cli.output import check_output, write_output
 from ringtile.config import Config
@@ -108,8 +108,6 @@ def run(args: argparse.Namespace) -> Outcome:
     scheme = args.scheme
     if scheme == "usp":
         scheme = usp_of_hosts(hosts)
-    if scheme == "auto":
-        raise ConfigError("--scheme is auto, which ranks measure when they run; expected one of those it prints")
     plan = make_plan(
         mask,
         layout,
@@ -119,9 +117,12 @@ def run(args: argparse.Namespace) -> Outcome:
         v_head_dim=args.v_head_dim,
         dtype=DTYPES[args.dtype],
         batch=args.batch,
-        scheme=scheme,
+        scheme="ring" if scheme == "auto" else scheme,
     )
     shape = plan.shape
+    if scheme == "auto":
+        scheme = cheapest(mask, layout, shape, hosts)
+        plan = plan_of(mask, layout, shape, scheme)
     print(f"One attention layer (for a whole model: --model, or the file of a run):\n\n{plan}")
     print("\nThis layer, forward and backward, by scheme:")
     names = dict.fromkeys([*_candidates(args.world_size, args.num_heads), scheme])

@@ -45,13 +45,13 @@ def parse_rates(text: str, option: str = "--rates") -> Rates:
     """FLOPS,WITHIN[,BETWEEN], as 4e14,2e11,2.5e10. ConfigError for other text."""
     try:
         numbers = [float(number) for number in text.split(",")]
-        if len(numbers) in (2, 3) and all(0 < number < 1e20 for number in numbers):
+        if len(numbers) in (2, 3) and all(1 <= number < 1e20 for number in numbers):
             return Rates(*numbers, *numbers[1:2] * (3 - len(numbers)))
     except ValueError:
         pass
     raise ConfigError(
         f"{option} is {text!r:.100}; expected FLOPS,WITHIN[,BETWEEN]: flops per second of a device, and bytes per "
-        f"second that a rank sends within a host and between hosts, as 4e14,2e11,2.5e10"
+        f"second that a rank sends within a host and between hosts, each 1 to 1e20, as 4e14,2e11,2.5e10"
     )
 
 

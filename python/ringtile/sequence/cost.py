@@ -19,6 +19,8 @@ from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
 
+_MAX_HEADS = 2**16
+
 
 @dataclass(frozen=True)
 class RoundCost:
@@ -154,10 +156,14 @@ def plan(
     if mask.seq_len != layout.seq_len:
         raise InputError(f"the mask is of {mask.seq_len} tokens, the layout of {layout.seq_len}; expected one length")
     sizes = (num_heads, num_kv_heads, head_dim, v_head_dim, batch)
-    if not 1 <= min(sizes) <= max(sizes) < 2**31 or num_heads % num_kv_heads:
+    fits = max(num_heads, num_kv_heads) <= _MAX_HEADS and max(head_dim, v_head_dim) <= ops.MAX_HEAD_DIM
+    # Every count is below: pairs of all heads, and 4 bytes or numbers of each of q, k, v, out for every other rank.
+    counts = batch * num_heads * mask.seq_len * max(mask.seq_len, 64 * (head_dim + v_head_dim) * layout.world_size)
+    if min(sizes) < 1 or not fits or num_heads % num_kv_heads or counts >= 2**62:
         raise InputError(
             f"num_heads {num_heads}, num_kv_heads {num_kv_heads}, head_dim {head_dim}, v_head_dim {v_head_dim}, batch "
-            f"{batch}; expected 1..2^31 - 1 each and num_heads a multiple of num_kv_heads"
+            f"{batch}; expected num_heads a multiple of num_kv_heads and at most {_MAX_HEADS}, head dims of 1.."
+            f"{ops.MAX_HEAD_DIM}, and bytes and pairs of query and key that 62 bits can count"
         )
     if rows not in (1, batch):
         raise InputError(f"the mask has {rows} rows but batch is {batch}; expected {batch} or 1")
