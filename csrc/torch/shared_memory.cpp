@@ -41,7 +41,8 @@ struct Message {
     PyObject *end = nullptr, *tensor = nullptr;
 
     ~Message() {
-        if (message.state == RT_SHM_PENDING) rt_shm_drop(shm, &message);
+        // Looks at the state under the lock: the progress thread may be writing it.
+        if (shm != nullptr) rt_shm_drop(shm, &message);
         Py_XDECREF(tensor);
         Py_XDECREF(end);
     }

@@ -184,7 +184,9 @@ def connected(world_size: int) -> tuple[list[SocketFailureDetector], list[socket
         def exchange(hello: bytes) -> dict[int, bytes]:
             hellos[rank] = hello
             met.wait()
-            return {peer: hellos[peer] for peer in peers}
+            found = {peer: hellos[peer] for peer in peers}
+            met.wait()
+            return found
 
         return sockets.connect(rank, [peers], 20.0, exchange)[0]
 

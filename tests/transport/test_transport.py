@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import gc
+import json
 import os
 import random
 import socket
@@ -85,14 +87,16 @@ def test_strangers_that_say_nothing_delay_no_rank() -> None:
         def exchange(hello: bytes) -> dict[int, bytes]:
             hellos[rank] = hello
             met.wait()
-            if rank == 1:
+            if rank == 1 and not strangers:
                 ((host, port, _),) = agreement.decode(hellos[0])["addresses"]  # type: ignore[union-attr]
                 for said in (b"", b"x", b"x" * 20, None):
                     stranger = socket.create_connection((host, port))
                     stranger.sendall(said or b"")
                     strangers.append(stranger)
                 strangers[-1].close()
-            return {1 - rank: hellos[1 - rank]}
+            found = {1 - rank: hellos[1 - rank]}
+            met.wait()
+            return found
 
         (channel,) = sockets.connect(rank, [[1 - rank]], 20.0, exchange)
         return channel
@@ -116,6 +120,97 @@ def test_a_peer_that_does_not_connect_is_named_in_time() -> None:
         sockets.connect(0, [[1, 2]], 0.5, lambda mine: dict.fromkeys((1, 2), hello))
     assert gone.value.peer == 1
     assert time.monotonic() - began < 5.0
+
+
+def all_connect(change: Callable[[int, dict[str, Any]], None], world_size: int = 3) -> list[agreement.PeerGoneError]:
+    """Ranks that connect to all others; change: of what a rank says to all others. Returns what each raises."""
+    hellos: dict[int, bytes] = {}
+    met = threading.Barrier(world_size)
+
+    def join(rank: int) -> agreement.PeerGoneError:
+        def exchange(hello: bytes) -> dict[int, bytes]:
+            fields: dict[str, Any] = agreement.decode(hello)
+            change(rank, fields)
+            hellos[rank] = json.dumps(fields).encode().ljust(HEADER_BYTES)
+            met.wait(10)
+            found = {peer: hellos[peer] for peer in range(world_size) if peer != rank}
+            met.wait(10)
+            return found
+
+        with pytest.raises(agreement.PeerGoneError) as gone:
+            sockets.connect(rank, [[peer for peer in range(world_size) if peer != rank]], 40.0, exchange)
+        return gone.value
+
+    with concurrent.futures.ThreadPoolExecutor(world_size) as threads:
+        return list(threads.map(join, range(world_size)))
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_cannot_be_reached_is_named_by_all_at_once() -> None:
+    """As behind a firewall, or where a host's name stands for 127.0.1.1: no rank waits for those that raised."""
+
+    def unreachable(rank: int, said: dict[str, Any]) -> None:
+        if rank == 0 and "addresses" in said:
+            said["addresses"][0][1] = 1  # a port on which nobody listens
+
+    began = time.monotonic()
+    gone = all_connect(unreachable)
+    assert time.monotonic() - began < 10
+    assert [each.peer for each in gone] == [1, 0, 0]
+    assert gone[0].reason.startswith("it cannot reach rank 0: no connection to ")
+    assert all("port 1: Connection refused; GLOO_SOCKET_IFNAME" in each.reason for each in gone)
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_without_descriptors_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    listen, failed = sockets._listen, []
+
+    def once(backlog: int) -> socket.socket:
+        with lock:
+            if not failed:
+                failed.append(threading.get_ident())
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return listen(backlog)
+
+    lock = threading.Lock()
+    monkeypatch.setattr(sockets, "_listen", once)
+    gone = all_connect(lambda rank, said: None)
+    assert len({each.peer for each in gone}) == 1
+    assert {each.reason for each in gone} == {"it cannot listen for other ranks: Too many open files"}
+
+
+def test_a_last_word_that_has_no_room_is_no_part_of_the_next() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    one = socket.create_connection(listener.getsockname())
+    other, _ = listener.accept()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sender, receiver = (sockets.SocketChannel({0: each}, 1.0) for each in (one, other))
+    words = [bytes([i % 251]) * HEADER_BYTES for i in range(20_000)]
+    with contextlib.suppress(BlockingIOError):  # until there is room for a part alone
+        while one.send(b"y" * (HEADER_BYTES - 1)) == HEADER_BYTES - 1:
+            pass
+    rest = 0
+    with contextlib.suppress(BlockingIOError, agreement.PeerGoneError):
+        while True:
+            rest += len(other.recv(1 << 20))
+            if rest > 1 << 16:
+                break
+    for word in words:
+        sender.send_last(word)
+        if sender._sockets[0].fileno() < 0:
+            break
+    got: list[bytes] = []
+    received = bytearray()
+    other.settimeout(2.0)
+    with contextlib.suppress(OSError):
+        while part := other.recv(1 << 20):
+            received += part
+    tail = bytes(received).lstrip(b"y")
+    got = [tail[i : i + HEADER_BYTES] for i in range(0, len(tail) - HEADER_BYTES + 1, HEADER_BYTES)]
+    assert got and all(len(set(each)) == 1 for each in got)  # noqa: PT018
+    for each in (sender, receiver):
+        each.close()
+    listener.close()
 
 
 # ---- headers ------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from ringtile.errors import PeerLostError, with_kind
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.patches import Patches
 from ringtile.transport import failures, sockets
+from ringtile.transport.agreement import PeerGoneError
 from ringtile.transport.failures import Loss
 from ringtile.transport.groups import transport_of
 from ringtile.transport.transport import Transport, reason_of
@@ -46,9 +47,12 @@ class Peers:
         def exchange(hello: bytes) -> dict[int, bytes]:
             hellos: list[Any] = [None] * world_size
             dist.all_gather_object(hellos, hello)
-            return {peer: hellos[peer] for peer in neighbours}
+            return {peer: each for peer, each in enumerate(hellos) if peer != self.rank}
 
-        (channel,) = sockets.connect(self.rank, [neighbours], timeout_seconds, exchange)
+        try:
+            (channel,) = sockets.connect(self.rank, [neighbours], timeout_seconds, exchange)
+        except PeerGoneError as gone:
+            raise _lost(gone.peer, f"enable() of rank {self.rank}", gone.reason) from None
         self._detector = failures.SocketFailureDetector(self.rank, world_size, channel)
         self._detector.listen()
         self.close = weakref.finalize(self, self._detector.close)
@@ -103,11 +107,7 @@ class Peers:
         if isinstance(error, PeerLostError) and error.rank == lost.rank:  # the ring has named it already
             self._failure = error
             raise error
-        self._failure = PeerLostError(
-            f"rank {lost.rank} was lost in {what}() of rank {self.rank}: {lost.reason}; see rank {lost.rank}'s log for "
-            f"the cause"
-        )
-        self._failure.rank = lost.rank
+        self._failure = _lost(lost.rank, f"{what}() of rank {self.rank}", lost.reason)
         raise self._failure from error
 
     def meet_before(self, owner: Any, name: str, patches: Patches) -> None:
@@ -144,6 +144,12 @@ class Peers:
     def _hang_up(self) -> None:
         if (world := _transport_on_cpu(distributed_c10d._get_default_group())) is not None:
             world.hang_up()
+
+
+def _lost(rank: int, where: str, reason: str) -> PeerLostError:
+    error = PeerLostError(f"rank {rank} was lost in {where}: {reason}; see rank {rank}'s log for the cause")
+    error.rank = rank
+    return error
 
 
 def leave_groups(error: Exception) -> None:

@@ -14,6 +14,7 @@ import operator
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,9 @@ class ShardedSequence:
         self.local_len = layout.local_len(self.rank)
         (self.begin, self.end), self.layout_tensor = mask.bounds, layout.tensor
         self._transport = weakref.ref(transport)  # weak: a sequence does not keep its group alive
-        self._derived: dict[IntervalMask | str, ShardedSequence] = {}  # by the other mask, or the other scheme
+        self._derived: dict[
+            IntervalMask | str, ShardedSequence
+        ] = {}  # by the other mask or scheme, the last asked for last
         # Apart, by window and causal: torch.compile traces it, and would guard on every key.
         self._windows: dict[tuple[int, bool], ShardedSequence] = {}
         self.schemes: dict[Shape, str] = {}  # of `auto`, by the shape of a call
@@ -154,9 +157,7 @@ class ShardedSequence:
     def __and__(self, mask: IntervalMask) -> ShardedSequence:
         """Return the same tokens, where a query attends what both masks let it attend. The last ones are remembered."""
         check_types(mask)
-        if mask not in self._derived:
-            self._derive(mask, self.mask & mask, self.scheme)
-        return self._derived[mask]
+        return self._derive(mask, lambda: self._like(self.mask & mask, self.scheme))
 
     def with_mask(self, mask: IntervalMask) -> ShardedSequence:
         """Return the same tokens under another mask, which need not be narrower."""
@@ -188,18 +189,18 @@ class ShardedSequence:
 
     def with_scheme(self, scheme: str) -> ShardedSequence:
         """Return the same tokens under another scheme. The last ones are remembered."""
-        if scheme not in self._derived:
-            self._derive(scheme, self.mask, scheme)
-        return self._derived[scheme]
+        return self._derive(scheme, lambda: self._like(self.mask, scheme))
 
     def _like(self, mask: IntervalMask, scheme: str) -> ShardedSequence:
         return ShardedSequence(mask, self.layout, self.group_name, scheme=scheme)
 
-    def _derive(self, key: IntervalMask | str, mask: IntervalMask, scheme: str) -> None:
-        """Remember, by key, the same tokens under another mask or scheme."""
-        self._derived[key] = self._like(mask, scheme)
+    def _derive(self, key: IntervalMask | str, make: Callable[[], ShardedSequence]) -> ShardedSequence:
+        """Return what is remembered by key, or else made; the one that was asked for longest ago is forgotten."""
+        found = self._derived.pop(key, None) or make()
+        self._derived[key] = found  # the last one
         if len(self._derived) > _MAX_REMEMBERED:
             del self._derived[next(iter(self._derived))]
+        return found
 
     # ---- what follows from it -------------------------------------------------------------------
 

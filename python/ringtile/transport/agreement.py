@@ -35,7 +35,7 @@ from ringtile.errors import InputError
 if TYPE_CHECKING:
     from ringtile.transport.sockets import SocketChannel
 
-HEADER_VERSION = 7
+HEADER_VERSION = 8
 # One size for ever: a receive of the wrong size kills the process, so a header must fit whatever the peer's version.
 HEADER_BYTES = 1024
 # Users may send on the group too (tags from 0 up); ours begin with the bytes "RT".

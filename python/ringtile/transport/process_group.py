@@ -13,13 +13,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from ringtile.errors import InputError
+from ringtile.errors import InputError, PeerLostError
 from ringtile.transport import shared_memory, sockets
 from ringtile.transport.agreement import HANG_UP_TAG, HELLO_TAG, tree_neighbours
 from ringtile.transport.failures import SocketFailureDetector, neighbours
 from ringtile.transport.shared_memory import SharedMemory
 from ringtile.transport.sockets import SocketChannel
-from ringtile.transport.transport import Exchange, Transport, Work
+from ringtile.transport.transport import Exchange, Transport, Work, reason_of
 
 
 class ProcessGroupTransport(Transport):
@@ -81,7 +81,13 @@ class ProcessGroupTransport(Transport):
     def _connect(self) -> tuple[SocketChannel, SocketFailureDetector]:
         peers = [peer for peer in range(self.world_size) if peer != self.rank]
         if self._needs_beside:
-            self._beside = _gloo_beside(self._own_group())
+            try:
+                self._beside = _gloo_beside(self._own_group())
+            except RuntimeError as error:
+                raise PeerLostError(
+                    f"not all ranks of the group have made its first call with rank {self.rank}: {reason_of(error)}; "
+                    f"see the other ranks' logs for the cause"
+                ) from error
 
         def exchange(hello: bytes) -> dict[int, bytes]:
             mine = torch.frombuffer(bytearray(hello), dtype=torch.uint8)

@@ -9,6 +9,7 @@ kernel keeps the headers of a peer that is some calls ahead.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -17,6 +18,7 @@ import select
 import selectors
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,6 +28,7 @@ from ringtile.errors import RingMismatchError
 from ringtile.transport.agreement import (
     HEADER_BYTES,
     HEADER_VERSION,
+    MAX_REASON,
     HeaderValue,
     PeerGoneError,
     decode,
@@ -34,6 +37,7 @@ from ringtile.transport.agreement import (
 
 _TOKEN_BYTES = 16
 _INTRODUCTION_SECONDS = 5.0
+_ROOM_SECONDS = 0.5  # that the rest of a last word waits for room
 _MAX_STRANGERS = 256  # that a rank listens to at once; then the first of them is no peer
 _INTRODUCTION = struct.Struct(f"<I{_TOKEN_BYTES}s")  # the rank that connects, and the token of the rank that listens
 
@@ -45,6 +49,7 @@ class SocketChannel:
         self._sockets = sockets
         self._timeout_seconds = timeout_seconds
         self._parts = dict.fromkeys(sockets, b"")  # the part of a header that has arrived
+        self._sends_last = threading.Lock()  # the thread that passes news on, and the rank's own
         for connection in sockets.values():
             connection.setblocking(False)
             if connection.family != socket.AF_UNIX:
@@ -77,10 +82,19 @@ class SocketChannel:
             raise PeerGoneError(peer, _reason(error)) from None
 
     def send_last(self, header: bytes) -> None:
-        """Send it to every peer that can still be reached, at once or not at all."""
+        """Send it to every peer that can still be reached, at once or not at all.
+
+        A peer that reads no more, so that part of it has no room, finds its connection ended instead of a part: what
+        came next would be read as the rest of it.
+        """
         for connection in self._sockets.values():
-            with contextlib.suppress(OSError):
-                connection.send(header)
+            with self._sends_last, contextlib.suppress(OSError):
+                sent, until = connection.send(header), time.monotonic() + _ROOM_SECONDS
+                while sent < len(header) and (left := until - time.monotonic()) > 0:
+                    if _has_room(connection, left):
+                        sent += connection.send(header[sent:])
+                if sent < len(header):
+                    connection.shutdown(socket.SHUT_WR)
 
     def receive(self, peer: int) -> bytes | None:
         """Return the next header of a peer, if it has arrived. PeerGoneError: the peer has closed and all is read."""
@@ -119,6 +133,12 @@ class SocketChannel:
     def close(self) -> None:
         """End the channel; peers may still receive what was sent before."""
         self._close()
+
+
+def _has_room(connection: socket.socket, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    return bool(poll.poll(seconds * 1000))
 
 
 # A forked process, such as a DataLoader worker, would keep the connections of a rank that dies.
@@ -166,20 +186,34 @@ def connect(
 ) -> list[SocketChannel]:
     """Connect this rank to the ranks of each wire, which connect to it at the same time, by sockets of each wire's own.
 
-    exchange: sends HEADER_BYTES bytes to all these ranks, or more, and returns theirs.
+    exchange: sends HEADER_BYTES bytes to all these ranks, or more, and returns theirs. It is called twice: with where a
+    rank listens, and once it has connected, so that no rank waits for one that cannot.
 
-    Raises PeerGoneError, and RingMismatchError where a rank runs another version of ringtile.
+    Raises PeerGoneError, on every rank where one cannot listen or connect, and RingMismatchError where a rank runs
+    another version of ringtile.
     """
     deadline = time.monotonic() + timeout_seconds
     connected: list[dict[int, socket.socket]] = [{} for _ in wires]
     with contextlib.ExitStack() as listening:
-        listeners = [listening.enter_context(_listen(len(peers))) for peers in wires]
-        own = [_Address.of(each) for each in listeners]
-        addresses = _exchange_addresses(rank, own, exchange)
+        listeners: list[socket.socket] = []
+        failure: PeerGoneError | None = None
         try:
-            for i, peers in enumerate(wires):
-                for peer in (peer for peer in peers if peer < rank):
-                    connected[i][peer] = _connect(rank, peer, addresses[peer][i], deadline)
+            # With room for all that connect before this rank accepts, strangers too.
+            listeners += [listening.enter_context(_listen(len(peers) + _MAX_STRANGERS)) for peers in wires]
+        except OSError as error:
+            failure = PeerGoneError(rank, f"it cannot listen for other ranks: {_reason(error)}")
+        own = [_Address.of(each) for each in listeners]
+        addresses = _exchange_addresses(rank, own, failure, exchange)
+        try:
+            try:
+                for i, peers in enumerate(wires):
+                    for peer in (peer for peer in peers if peer < rank):
+                        # Half of the time: the others wait as long for the word that it failed.
+                        until = deadline - timeout_seconds / 2
+                        connected[i][peer] = _connect(rank, peer, addresses[peer][i], until)
+            except PeerGoneError as error:
+                failure = error
+            _exchange_failures(rank, failure, exchange)
             for i, peers in enumerate(wires):
                 connected[i] |= _accept(listeners[i], own[i].token, {peer for peer in peers if peer > rank}, deadline)
         except BaseException:
@@ -189,17 +223,42 @@ def connect(
     return [SocketChannel(each, timeout_seconds) for each in connected]
 
 
+def _hello(failure: str, **fields: Any) -> bytes:
+    said = failure[:MAX_REASON].encode("ascii", "replace").decode()
+    return json.dumps({"version": HEADER_VERSION, **fields, "failure": said}).encode("ascii").ljust(HEADER_BYTES)
+
+
+def _exchange_failures(
+    rank: int, failure: PeerGoneError | None, exchange: Callable[[bytes], Mapping[int, bytes]]
+) -> None:
+    """Tell the others why this rank goes no further, if so, and hear it of them. PeerGoneError: one does not."""
+    said = "" if failure is None else f"it cannot reach rank {failure.peer}: {failure.reason}"
+    answers = exchange(_hello(failure=said))
+    if failure is not None:
+        raise failure
+    for peer, answer in sorted(answers.items()):
+        if reason := decode(answer).get("failure"):
+            raise PeerGoneError(peer, str(reason))
+
+
 def _exchange_addresses(
-    rank: int, own: Sequence[_Address], exchange: Callable[[bytes], Mapping[int, bytes]]
+    rank: int,
+    own: Sequence[_Address],
+    failure: PeerGoneError | None,
+    exchange: Callable[[bytes], Mapping[int, bytes]],
 ) -> dict[int, list[_Address]]:
     mine: dict[str, HeaderValue] = {"version": HEADER_VERSION}
-    hellos = exchange(json.dumps({**mine, "addresses": own}).encode("ascii").ljust(HEADER_BYTES))
+    hellos = exchange(_hello(failure="" if failure is None else failure.reason, addresses=own))
+    if failure is not None:
+        raise failure
     addresses = {}
     for peer, hello in hellos.items():
         fields: dict[str, Any] = decode(hello)
         if fields.get("version") != HEADER_VERSION:
             theirs = {"version": fields.get("version", "none")}
             raise RingMismatchError(describe_difference(rank, mine, peer, theirs, 1, "connecting"))
+        if reason := fields.get("failure"):
+            raise PeerGoneError(peer, str(reason))
         addresses[peer] = [_Address(str(host), int(port), str(token)) for host, port, token in fields["addresses"]]
     return addresses
 
@@ -268,8 +327,14 @@ def _accept(listener: socket.socket, token: str, missing: set[int], deadline: fl
                 raise PeerGoneError(min(missing - set(accepted)), "it did not connect")
             for key, _ in selector.select(min([deadline, *until.values()]) - now):
                 if key.fileobj is listener:
-                    with contextlib.suppress(OSError):  # it has gone again
-                        stranger, _ = listener.accept()
+                    with contextlib.suppress(ConnectionError, BlockingIOError):  # it has gone again
+                        try:
+                            stranger, _ = listener.accept()
+                        except OSError as error:
+                            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                                raise
+                            reason = f"this rank cannot accept its connection: {_reason(error)}"
+                            raise PeerGoneError(min(missing - set(accepted)), reason) from None
                         stranger.setblocking(False)
                         selector.register(stranger, selectors.EVENT_READ)
                         said[stranger], until[stranger] = b"", time.monotonic() + _INTRODUCTION_SECONDS
