@@ -7,7 +7,9 @@ null. Anchors and `<<` work; tags and recursion are refused. Dates stay strings.
 from __future__ import annotations
 
 import math
+import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,17 @@ MAX_VALUES = 100_000  # after aliases are expanded: a file of 1 kB can name 2^60
 MAX_DEPTH = 50
 _PREFIX = "tag:yaml.org,2002:"
 _TAGS = {_PREFIX + name for name in ("null", "bool", "int", "float", "str", "seq", "map", "merge")}
+_OCTAL = re.compile("[-+]?0[0-7_]+")
 _UNSAFE_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
     """The mapping in a YAML file. ConfigError: unreadable, not YAML, too large, no mapping, or a value is not plain."""
     try:
-        with path.open("rb") as file:
+        # Without waiting for the writer of a FIFO, who may never come.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError("is no regular file; expected a readable YAML file")
             content = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{getattr(error, 'strerror', error)}; expected a readable YAML file") from error
@@ -55,10 +61,23 @@ class _Loader(yaml.SafeLoader):
         kind = node.tag.removeprefix(_PREFIX)
         if node.tag not in _TAGS:
             raise _error(f"the tag {shown(node.tag)}; expected a plain value", node)
+        self._check_number(node, kind)
         try:
             return super().construct_object(node, deep)
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise _error(f"{shown(node.value)} is no {kind}; expected a plain value", node) from error
+
+    def _check_number(self, node: yaml.Node, kind: str) -> None:
+        """Refuse what YAML 1.1 takes for a number, and its reader for another one or for text."""
+        if kind == "int" and _OCTAL.fullmatch(node.value):
+            raise _error(
+                f"{node.value} is octal in YAML 1.1; expected a number without a leading 0, or text in quotes", node
+            )
+        if kind in ("int", "float") and ":" in node.value:
+            raise _error(
+                f"{node.value} is a number to the base of 60 in YAML 1.1; expected a decimal one, or text in quotes",
+                node,
+            )
 
 
 _Loader.yaml_implicit_resolvers = {  # a date is a string

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +272,46 @@ def test_a_file_that_is_not_of_this_environment_is_not_believed(children: Childr
     child_process.why_not(CPU, GLU)
     assert len(children.started) == 1
     assert json.loads(path.read_text()) == json.loads(edited({}))
+
+
+def _fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def _link(path: Path) -> None:
+    target = path.parent.parent / "elsewhere"
+    if path.exists():
+        path.rename(target)
+    path.symlink_to(target)
+
+
+OF_OTHERS: dict[str, Callable[[Path], None]] = {
+    "another user's": lambda path: os.chown(path, 65534, 65534),
+    "open to others": lambda path: path.chmod(0o666),
+    "a FIFO": _fifo,
+    "a link": _link,
+    "large": lambda path: path.write_bytes(edited({"found": {json.dumps(GLU): "x" * (2 << 20)}})),
+    "a lock that is a link": lambda path: _link(path.with_suffix(".lock")),
+    "a lock that is a FIFO": lambda path: _fifo(path.with_suffix(".lock")),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_a_file_that_others_may_have_written_is_not_believed(children: Children, name: str, tmp_path: Path) -> None:
+    """Nor waited for, nor followed."""
+    if name == "another user's" and os.geteuid() != 0:
+        pytest.skip("needs root")
+    path = kept()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(edited({"found": {json.dumps(GLU): "crashes: signal 11"}}))
+    if "lock" in name:
+        path.unlink()
+    OF_OTHERS[name](path)
+    assert child_process.why_not(CPU, GLU) == ""
+    assert len(children.started) == 1
+    assert name != "a lock that is a link" or not (path.parent.parent / "elsewhere").exists()
 
 
 @pytest.mark.parametrize("name", ["no folder", "full", "a folder in its place", "no home"])

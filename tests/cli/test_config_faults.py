@@ -61,6 +61,13 @@ def test_hostile_yaml_is_read_or_refused_in_one_short_line(tmp_path: pathlib.Pat
         ("a: 1\nb: 2\na: 3", "line 3: the key 'a' is given twice; expected it once"),
         ("a: " + "[" * 60 + "]" * 60, "line 1: nested too deeply; expected at most 50 levels"),
         (BOMB, "131071 values once aliases are expanded; expected at most 100000"),
+        ("a: 1\nb: 010", "line 2: 010 is octal in YAML 1.1; expected a number without a leading 0, or text in quotes"),
+        (
+            "a: [1:30]",
+            "line 1: 1:30 is a number to the base of 60 in YAML 1.1; expected a decimal one, or text in quotes",
+        ),
+        ("a: 1:30.5", "line 1: 1:30.5 is a number to the base of 60"),
+        ("010: 1", "line 1: 010 is octal"),
     ],
 )
 def test_hostile_yaml_is_named(tmp_path: pathlib.Path, text: str, message: str) -> None:
@@ -69,8 +76,16 @@ def test_hostile_yaml_is_named(tmp_path: pathlib.Path, text: str, message: str) 
         read_yaml(tmp_path / "a.yaml")
 
 
+@pytest.mark.timeout(20)
+def test_a_file_that_is_none_is_not_waited_for(tmp_path: pathlib.Path) -> None:
+    os.mkfifo(tmp_path / "a.yaml")
+    with pytest.raises(ConfigError, match="is no regular file; expected a readable YAML file"):
+        read_yaml(tmp_path / "a.yaml")
+
+
 def test_plain_yaml_is_read_as_before(tmp_path: pathlib.Path) -> None:
     text = "a: &a {b: 1, c: [x, 1.5, true, null]}\nd: {<<: *a, b: 2}\ne: 2001-13-45\nf: =\ng: .inf\n1: -5\n"
+    text += "h: '010'\ni: 0\nj: 0x10\n"
     (tmp_path / "a.yaml").write_text(text)
     a = {"b": 1, "c": ["x", 1.5, True, None]}
     assert read_yaml(tmp_path / "a.yaml") == {
@@ -80,6 +95,9 @@ def test_plain_yaml_is_read_as_before(tmp_path: pathlib.Path) -> None:
         "f": "=",
         "g": float("inf"),
         1: -5,
+        "h": "010",
+        "i": 0,
+        "j": 16,
     }
 
 

@@ -21,6 +21,7 @@ import os
 import pathlib
 import select
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ START_SECONDS = 60.0  # for a child to import torch and to start its device
 LIMIT_SECONDS = 60.0  # for each answer
 GRACE_SECONDS = 5.0  # for a child that was killed to be gone: it may be inside the driver
 WAIT_SECONDS = START_SECONDS + 2 * LIMIT_SECONDS  # for another process that tests
+_MAX_BYTES = 1 << 20  # of a file of verdicts, which has some hundred bytes for each kernel
 # Imports as this process does: not what lies in the folder that it was started in.
 PROGRAM = "import sys; sys.path[:] = sys.argv[3:]; from ringtile.self_test_child import main; main()"
 
@@ -125,9 +127,21 @@ def _path(at: dict[str, str]) -> pathlib.Path:
     return pathlib.Path(folder, "ringtile", f"self_test_{name}.json")
 
 
+def _open_own(path: pathlib.Path, flags: int) -> int:
+    """Open a file that only this user can have written. OSError: it is a link, a FIFO, or others may write to it."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    facts = os.fstat(descriptor)
+    if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid() and not facts.st_mode & 0o022:
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(f"{path} is no regular file of this user's alone")
+
+
 def _read(path: pathlib.Path, at: dict[str, str]) -> dict[str, str]:
     with contextlib.suppress(OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        kept = json.loads(path.read_bytes())
+        with open(_open_own(path, os.O_RDONLY), "rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+        kept = json.loads(text) if len(text) <= _MAX_BYTES else {}
         if kept["environment"] == at and all(isinstance(reason, str) for reason in kept["found"].values()):
             return dict(kept["found"])
     return {}
@@ -149,7 +163,7 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
     """One process at a time, unless there can be no lock, or another one has it for longer than a test takes."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = _open_own(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
     except OSError:
         yield
         return
