@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ringtile.hf.drawn_masks import intervals_of
+from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
 from transformers import masking_utils as masks
 
 SEQ_LEN = 13
@@ -79,6 +80,62 @@ FUNCTIONS = {
 def test_each_function_is_known(function):
     padding = torch.ones(2, SEQ_LEN, dtype=torch.bool)
     assert torch.equal(read(function, padding), drawn(function, padding))
+
+
+# ---- packed rows, whose functions count by position ids ------------------------------------------
+
+needs_positions = pytest.mark.skipif(not CHUNKS_FOLLOW_POSITIONS, reason="this transformers draws masks by places")
+
+
+def by_position(function, position_ids: torch.Tensor, blocks: torch.Tensor | None = None):
+    """As transformers composes it: blocks of images are counted by places, and documents are kept apart last."""
+    function = masks.remap_positions_for_packed_sequence(function, position_ids)
+    if blocks is not None:
+        function = masks.or_masks(function, masks.blockwise_overlay(blocks))
+    documents = (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1).cumsum(1)
+    return masks.and_masks(function, masks.packed_sequence_mask_function(documents))
+
+
+@needs_positions
+@given(st.data())
+def test_masks_of_packed_rows_are_intervals(data):
+    """Documents may begin at any position id: a row that is cut from a longer one begins inside of a document."""
+    documents = runs(data.draw, 0)
+    inside = torch.arange(SEQ_LEN) - torch.searchsorted(documents, documents)
+    first = torch.tensor(data.draw(st.lists(st.integers(0, 9), min_size=2 * SEQ_LEN, max_size=2 * SEQ_LEN)))
+    number = data.draw(st.integers(1, SEQ_LEN))
+    causal = data.draw(
+        st.sampled_from(
+            [
+                CAUSAL,
+                masks.sliding_window_causal_mask_function(number),
+                masks.chunked_causal_mask_function(number, torch.zeros(2, dtype=torch.int64)),
+            ]
+        )
+    )
+    blocks = torch.where(torch.tensor(data.draw(st.booleans())), runs(data.draw, 0), -1)
+    function = by_position(causal, inside + first[documents], blocks)
+    padding = torch.ones(2, SEQ_LEN, dtype=torch.bool)
+    assert torch.equal(read(function, padding), drawn(function, padding))
+
+
+@needs_positions
+@given(st.data())
+def test_blocks_by_position_ids_are_refused_where_they_are_others(data):
+    """Gemma 3's sliding layers read an image's block at the position ids of its tokens: in 5.24, of other tokens."""
+    documents = runs(data.draw, 0)
+    positions = torch.arange(SEQ_LEN) - torch.searchsorted(documents, documents)
+    is_image = torch.tensor(data.draw(st.lists(st.booleans(), min_size=2 * SEQ_LEN, max_size=2 * SEQ_LEN)))
+    blocks = runs(data.draw, 0)
+    blocks = torch.where(is_image[blocks], blocks, -1)
+    moved = by_position(masks.or_masks(CAUSAL, masks.blockwise_overlay(blocks)), positions)
+    everything = torch.ones(2, SEQ_LEN, dtype=torch.bool)
+    try:
+        got = read(moved, everything)
+    except ringtile.RefusedError:
+        assert not torch.equal(blocks.gather(1, positions), blocks)
+    else:
+        assert torch.equal(got, drawn(moved, everything))
 
 
 def test_tokens_of_a_prefix_may_be_parted_by_padding():

@@ -21,6 +21,11 @@ RIGHT_PADDED = torch.tensor([[1] * 27, [1] * 15 + [0] * 12])
 PACKED = torch.cat([torch.arange(11), torch.arange(9), torch.arange(7)])[None]
 
 
+def _two_kinds_of_rows():
+    """Position ids of a packed row, and of one document that begins at 5."""
+    return torch.cat([PACKED, torch.arange(5, 32)[None]])
+
+
 def _ids():
     return torch.randint(3, 96, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(7))
 
@@ -102,6 +107,17 @@ def test_logits_of_two_ranks_equal_the_whole_model(family, kind):
         seen = batch["attention_mask"].bool()
         logits, expected = logits[seen], expected[seen]
     assert (logits - expected).abs().max() <= _tolerance(expected)
+
+
+@pytest.mark.parametrize("positions", [PACKED, PACKED + 3, torch.arange(5, 32)[None], _two_kinds_of_rows()])
+def test_chunks_count_as_in_the_whole_model(positions):
+    """Documents that begin at any position; a row that is no packed one, alone and beside one that is."""
+    whole = tiny_model("llama4")
+    batch = {"input_ids": _ids(), "position_ids": positions}
+    switched, _ = _on_ringtile(whole)
+    with torch.no_grad():
+        expected = whole(**batch, use_cache=False).logits
+    assert (_ring_logits(switched, batch) - expected).abs().max() <= _tolerance(expected)
 
 
 @pytest.mark.parametrize(("layout", "world_size"), [("contiguous", 2), ("striped", 3), ("zigzag", 3)])
@@ -220,11 +236,12 @@ def test_layer_that_is_computed_again_without_its_batch_is_refused():
 
 
 def test_checkpoint_functions_of_other_libraries_find_the_layer():
-    """axolotl's, which moves what it saves to the host, looks for the layer in the partial that transformers makes."""
+    """axolotl's, which moves what it saves to the host, looks for the layer in the partial that transformers makes: in
+    5.17 of the layer's bound method, later with the layer as its first argument."""
     found, whole = [], tiny_model()
 
     def checkpoint(call, *args):
-        found.append(call.func.__self__)
+        found.append(getattr(call.func, "__self__", None) or call.args[0])
         return call(*args)
 
     for layer in whole.train().model.layers:

@@ -12,6 +12,7 @@ from cells import Cell, check, params, table
 from hf_models import NUM_LABELS, SIZES, hybrid, tiny_encoder, tiny_model, with_lora
 from hf_training import TOLERANCE, Padded, packed, packed_for_flash, train
 from ringtile.cli import tiny_models
+from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 STEPS = {"gradient_accumulation_steps": 1, "num_rows": 24}
@@ -28,7 +29,7 @@ FAMILIES = (
 )
 JOINED = "the documents of a packed row attend each other"
 CHUNKED = "attend within chunks of 4 tokens, which are counted over the packed row"
-SAYS = {"gpt-oss": (JOINED,), "llama4": (CHUNKED,)}
+SAYS = {"gpt-oss": (JOINED,), "llama4": () if CHUNKS_FOLLOW_POSITIONS else (CHUNKED,)}
 
 
 def family(name: str, groups: int = 1, long: bool = True, **options: Any) -> Cell:

@@ -12,6 +12,7 @@ from hf_models import hybrid
 from hf_training import make_trainer, packed
 from ringtile.errors import RefusedError
 from ringtile.hf import recurrent
+from ringtile.hf.families import CACHES
 from ringtile.recurrent import recurrence, torch_path
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -168,7 +169,7 @@ def test_a_mixer_that_would_miss_the_batch_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"model.layers.0.conv \(Lfm2ShortConv\) is computed again in the backward"):
         loss.backward()
     with pytest.raises(RefusedError, match=r"model.layers.0.conv \(Lfm2ShortConv\) got a cache; expected none"):
-        trainer.model.train(False)(torch.ones(1, 4).long(), use_cache=False, past_key_values=_filled(trainer.model))
+        trainer.model.train(False)(torch.ones(1, 4).long(), use_cache=False, **_filled(trainer.model))
     ringtile.restore(trainer)
     ringtile.enable(trainer, ALONE)
     with (
@@ -190,9 +191,10 @@ def test_what_a_recurrence_may_not_ignore_is_refused() -> None:
     ringtile.restore(trainer)
 
 
-def _filled(model: nn.Module) -> Any:
-    """A cache that holds three tokens."""
-    return model.train(False)(torch.ones(1, 3).long(), use_cache=True).past_key_values
+def _filled(model: nn.Module) -> dict[str, Any]:
+    """A cache that holds three tokens, under the name by which the model returns and takes it."""
+    outputs = model.train(False)(torch.ones(1, 3).long(), use_cache=True)
+    return {name: outputs[name] for name in CACHES if name in outputs}
 
 
 def test_an_unknown_recurrence_on_packed_rows_is_refused() -> None:

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import ringtile
 import torch
+from ringtile.hf.families import CACHES
 from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.layers import LayerMask
 from ringtile.transport.loopback import LoopbackWorld
@@ -189,6 +190,7 @@ def test_document_ids_may_end_in_padding():
         ({"cu_seq_lens_q": torch.tensor([0, 8])}, ringtile.InputError, "one row"),
         ({"output_router_logits": True}, ringtile.RefusedError, "the batch sets output_router_logits"),
         ({"logits_to_keep": 1}, ringtile.RefusedError, "logits_to_keep"),
+        *(({name: object()}, ringtile.RefusedError, f"the batch sets {name}") for name in CACHES),
     ],
 )
 def test_batch_that_cannot_be_sharded_is_named(extra, error, words):

@@ -11,6 +11,7 @@ from cells import Cell, check, params, table
 from hf_training import TOLERANCE
 from peft import LoraConfig, get_peft_model
 from ringtile.cli.tiny_images import FIRST_WORD, LAST_WORD, Images, image_model
+from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -164,6 +165,8 @@ PROMISED = (
     *("llava_onevision", "glm4v", "smolvlm", "idefics3", "mistral3"),
 )
 WORLDS = {"2": (2, 2), "3": (3, 3), "4": (4, 4), "2 x 2": (4, 2)}  # ranks, and those that share a sequence
+# In transformers 5.24, position ids that start again move the images in its sliding masks, which is refused.
+MOVED = ("gemma3",) * CHUNKS_FOLLOW_POSITIONS
 PACKINGS = {"2": "by positions", "3": "named", "4": "by positions", "2 x 2": "named"}
 
 
@@ -187,7 +190,7 @@ def promised(name: str, ranks: str, packing: str) -> Cell:
 ALL = [
     promised(name, ranks, packing)
     for name, ranks in itertools.product(PROMISED, WORLDS)
-    for packing in ("", PACKINGS[ranks])
+    for packing in ("", "named" if name in MOVED else PACKINGS[ranks])
 ]
 
 CELLS = table(*MODELS, *WAYS, *LORA, *ALL)

@@ -4,7 +4,7 @@ import copy
 import functools
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -76,11 +76,15 @@ def _model(model_type: str, dtype: torch.dtype = torch.float64) -> Any:
 
 def _features(output: Any) -> Tensor:
     """All that the language model is given, in one vector."""
-    found = [output.pooler_output, getattr(output, "deepstack_features", None)]
-    flat: list[Tensor] = []
-    for value in found:
-        flat += [x.flatten() for x in value] if isinstance(value, list | tuple) else [] if value is None else [value]
-    return torch.cat([x.flatten() for x in flat])
+
+    def tensors(value: Any) -> Iterator[Tensor]:
+        if isinstance(value, Tensor):
+            yield value.flatten()
+        else:  # a tuple by image, in later releases inside a list by layer; None
+            for part in value or ():
+                yield from tensors(part)
+
+    return torch.cat([*tensors(output.pooler_output), *tensors(getattr(output, "deepstack_features", None))])
 
 
 class _Flops(TorchDispatchMode):

@@ -48,7 +48,7 @@ def test_numbers_say_what_their_rule_says(seq_len: int, data: st.DataObject) -> 
         (IntervalMask.prefix_lm(seq_len, prefix), lambda q, k: k <= q or (q < prefix and k < prefix)),
         (IntervalMask.chunked(seq_len, number), lambda q, k: k <= q and k // number == q // number),
         (
-            IntervalMask.chunked(seq_len, number, first=[2]),
+            IntervalMask.chunked(seq_len, number, counted=torch.arange(seq_len)[None] - 2),
             lambda q, k: k <= q and (k - 2) // number == (q - 2) // number,
         ),
     ]
@@ -174,6 +174,10 @@ REFUSALS = {
     "too many tokens": (lambda: IntervalMask.full(2**31), "seq_len is 2147483648; expected 1..2147483647"),
     "window": (lambda: IntervalMask.sliding_window(4, 0), "window is 0; expected at least 1"),
     "chunk": (lambda: IntervalMask.chunked(4, 0), "chunk is 0; expected at least 1"),
+    "counted": (
+        lambda: IntervalMask.chunked(4, 2, counted=torch.arange(3)[None]),
+        r"counted is \(1, 3\); expected \(B or 1, 4\)",
+    ),
     "prefix": (lambda: IntervalMask.prefix_lm(4, 5), r"prefix_len is 5; expected 0\.\.4"),
     "uneven rows": (lambda: IntervalMask.documents([[2, 2], [3]]), r"rows of \[4, 3\] tokens; expected .* every row"),
     "negative length": (lambda: IntervalMask.documents([3, -1]), "expected lengths >= 0"),

@@ -36,7 +36,7 @@ class ShardedBatch:
     max_position: int  # the largest global position id
     num_targets: Tensor | None  # int64 (): targets in the global batch; None without labels
     places: Tensor  # int64 (N,): of the local tokens, in the row
-    first_tokens: tuple[int, ...] = (0,)  # of each row, or of all: how many tokens of padding it begins with
+    chunks_count: Tensor | None = None  # int64 (B or 1, P), on the host: by which chunks are counted; None: places
     attention_kernel: AttentionKernel = "auto"
     position_ids: Tensor | None = None  # (B, N)
     token_weights: Tensor | None = None  # (B, N): the local attention mask; 1 without one, 0 for the layout's padding
@@ -66,7 +66,7 @@ class ShardedBatch:
                 "of tokens: set shared_prefix: false"
             )
         if layer.chunk not in self._chunked:
-            chunks = IntervalMask.chunked(self.sequence.seq_len, layer.chunk, first=self.first_tokens)
+            chunks = IntervalMask.chunked(self.sequence.seq_len, layer.chunk, counted=self.chunks_count)
             self._chunked[layer.chunk] = self.sequence & chunks
         return self._chunked[layer.chunk]
 

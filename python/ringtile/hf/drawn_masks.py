@@ -13,7 +13,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
+from torch.nn import functional
 from transformers import masking_utils
 
 from ringtile.errors import RefusedError
@@ -32,6 +34,7 @@ class _Row(NamedTuple):
 
     seq_len: int
     is_token: Tensor | None  # bool (B, S): no padding, which nothing attends; None: all
+    positions: Tensor | None = None  # int64 (B, S): by which functions count, inside a document; None: by places
 
     @property
     def places(self) -> Tensor:
@@ -97,17 +100,44 @@ def _window_both_ways(row: _Row, sliding_window: int) -> _Bounds:
 
 
 def _chunks(row: _Row, chunk_size: int, left_padding: Tensor) -> _Bounds:
-    first = left_padding.cpu()[:, None]
-    begin = (row.places - first).div(chunk_size, rounding_mode="floor") * chunk_size + first
+    counted = row.places if row.positions is None else row.positions
+    begin = row.places - (counted - left_padding.cpu()[:, None]) % chunk_size
     return _Bounds(begin, begin + chunk_size)
 
 
 def _blocks(row: _Row, block_sequence_ids: Tensor) -> _Bounds:
-    return _groups(row, block_sequence_ids, "block of tokens")
+    if row.positions is not None:
+        _refuse_moved(row.positions, block_sequence_ids[:, : row.seq_len].to("cpu", torch.int64))
+    return _groups(row._replace(positions=None), block_sequence_ids, "block of tokens")
+
+
+def _refuse_moved(positions: Tensor, ids: Tensor) -> None:
+    """transformers 5.24 reads the blocks of some masks (the sliding ones of Gemma 3) by position id, after the first
+    document those of other tokens. RefusedError where that is another mask than by place."""
+    read = ids.expand_as(positions).gather(1, positions.clamp(0, ids.size(1) - 1))
+    inside = positions.diff(dim=1) == 1
+    bounds = [(x.diff(dim=1) != 0) & inside for x in (read, ids.expand_as(read))]
+    if torch.equal(read < 0, (ids < 0).expand_as(read)) and torch.equal(*bounds):
+        return
+    raise RefusedError(
+        f"transformers {transformers.__version__} draws the mask of packed documents with the blocks of tokens "
+        f"(images) of other documents: it looks them up by position ids; expected no position_ids, with cu_seq_lens_q and "
+        f"cu_seq_lens_k to tell the documents apart, or rows of one document"
+    )
 
 
 def _documents(row: _Row, packed_sequence_mask: Tensor) -> _Bounds:
     return _groups(row, packed_sequence_mask, "document")
+
+
+def _by_positions(row: _Row, mask_function: Callable[..., Any], position_ids: Tensor) -> _Bounds:
+    """A function of two positions. In a document these are places but for a constant, which chunks alone can tell; what
+    it says of two documents is not known, and transformers keeps these apart."""
+    positions = position_ids[:, : row.seq_len].to("cpu", torch.int64)
+    starts = functional.pad(positions.diff(dim=1) != 1, (1, 0))
+    begin, end = _read(mask_function, row._replace(positions=positions))
+    own = _groups(row._replace(is_token=None), starts.long().cumsum(1), "document")
+    return _Bounds(torch.maximum(begin, own.begin), torch.minimum(end, own.end))
 
 
 def _groups(row: _Row, ids: Tensor, what: str) -> _Bounds:
@@ -144,4 +174,5 @@ _KNOWN: dict[str, Callable[..., _Bounds]] = {
     "chunked_overlay": _chunks,
     "blockwise_overlay": _blocks,
     "packed_sequence_mask_function": _documents,
+    "remap_positions_for_packed_sequence": _by_positions,
 }

@@ -8,6 +8,9 @@ names the first class that is not as it is written here.
 
 from __future__ import annotations
 
+# The names under which models and their modules take a cache: `cache` since 5.24, which changes the others into it.
+CACHES = ("cache", "past_key_values", "cache_params")
+
 # ---- recurrent layers ---------------------------------------------------------------------------
 
 _CONV = frozenset({"causal_conv1d_fn"})

@@ -18,8 +18,9 @@ from torch.nn import functional
 from ringtile.attn.call import AttentionKernel
 from ringtile.errors import InputError, RefusedError
 from ringtile.hf.batch import ShardedBatch, main_input
+from ringtile.hf.families import CACHES
 from ringtile.hf.layers import LayerMask
-from ringtile.hf.masks import first_tokens, mask_of_batch, read
+from ringtile.hf.masks import chunks_count, mask_of_batch, read
 from ringtile.hf.shared_rows import IGNORE_INDEX, SharedRows
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.layout import PADDED_LIKE, Layout
@@ -43,7 +44,7 @@ _REFUSED_SWITCHES = {
     "output_router_logits": "set it in model.config before ringtile.enable, which checks it",
     "output_attentions": "attention weights are never formed",
     "logits_to_keep": "the last positions lie on one rank",
-    "past_key_values": "a cache holds full sequences",
+    **dict.fromkeys(CACHES, "a cache holds full sequences"),
 }
 
 
@@ -110,7 +111,7 @@ def shard_batch(
         max_position=_max_position(on_host.get("position_ids"), positions, seq_len),
         num_targets=per_token[targets].ne(IGNORE_INDEX).sum() if targets in per_token else None,
         places=to_device(sequence.layout.positions(sequence.rank), main.device),
-        first_tokens=first_tokens(on_host.get("attention_mask")),
+        chunks_count=functional.pad(chunks_count(on_host, seq_len, reading.positions_separate), (0, padding)),
         attention_kernel=attention_kernel,
         causal=causal,
         rows=rows,

@@ -15,9 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 
 from ringtile.errors import InputError, RefusedError
 from ringtile.sequence.mask import IntervalMask
+
+# Whether transformers draws the masks of packed rows by position ids: chunks then begin with each document. Older
+# releases draw them by places in the row.
+CHUNKS_FOLLOW_POSITIONS = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 # The keys of the tensors that say which tokens attend which: the host makes the mask.
 _DESCRIBING = ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -94,12 +99,17 @@ def positions_alone_separate(inputs: Mapping[str, Any]) -> bool:
     return all(inputs.get(name) is None for name in others) and positions_restart(inputs)
 
 
-def first_tokens(attention_mask: Tensor | None) -> tuple[int, ...]:
-    """How many tokens of padding each row (B, S) begins with; (0,) for all rows without a mask."""
-    if attention_mask is None:
-        return (0,)
-    padding: list[int] = (attention_mask.cumsum(1) == 0).sum(1).tolist()
-    return tuple(padding) if len({*padding}) > 1 else (padding[0],)
+def chunks_count(inputs: Mapping[str, Any], seq_len: int, positions_separate: bool) -> Tensor:
+    """int64 (B or 1, S): what transformers counts the chunks of chunked attention by, in a batch on the host.
+
+    positions_separate: as in `mask_of_batch`.
+    """
+    attention_mask, places = inputs.get("attention_mask"), torch.arange(seq_len, device="cpu")[None]
+    if CHUNKS_FOLLOW_POSITIONS and positions_separate and positions_restart(inputs):
+        documents = documents_of(inputs["position_ids"])
+        assert documents is not None  # they start again
+        return _one_row(documents.long())
+    return places if attention_mask is None else _one_row(places - (attention_mask.cumsum(1) == 0).sum(1, keepdim=True))
 
 
 def _begins(cu_seq_lens: Tensor | None, seq_idx: Tensor | None, seq_len: int) -> Tensor:
@@ -150,6 +160,11 @@ def _cu_seq_lens(inputs: Mapping[str, Any]) -> Tensor | None:
     if q_lens is not None and k_lens is not None and not torch.equal(q_lens, k_lens):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k differ; expected the same documents for queries and keys")
     return q_lens if q_lens is not None else k_lens
+
+
+def _one_row(counted: Tensor) -> Tensor:
+    """(B, S) -> (1, S) where all rows are equal."""
+    return counted[:1] if bool((counted == counted[:1]).all()) else counted
 
 
 def _one_row_if_equal(mask: IntervalMask) -> IntervalMask:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ringtile.errors import RefusedError
 from ringtile.hf.families import JOIN_DOCUMENTS, TEXT_ROWS
 from ringtile.hf.layers import layer_masks
-from ringtile.hf.masks import documents_of, positions_alone_separate, positions_restart
+from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS, documents_of, positions_alone_separate, positions_restart
 from ringtile.hf.model import text_modules
 from ringtile.hf.patches import Patches
 
@@ -120,7 +120,7 @@ class Packing:
     def _say_chunks(self) -> None:
         layers = layer_masks(self._model.config.get_text_config(), self._causal)
         chunk = next((layer.chunk for layer in layers if layer.chunk is not None), None)
-        if chunk is not None:
+        if chunk is not None and not (CHUNKS_FOLLOW_POSITIONS and self.separate):
             self._say(
                 f"layers of {type(self._model).__name__} attend within chunks of {chunk} tokens, which are counted "
                 f"over the packed row, with ringtile and without: a document that does not begin a chunk is cut "

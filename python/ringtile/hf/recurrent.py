@@ -33,7 +33,7 @@ from ringtile.hf.batch import (
     keep_in_checkpoints,
     main_input,
 )
-from ringtile.hf.families import MIXERS, SHORT_CUTS, UNKNOWN_RECURRENCES
+from ringtile.hf.families import CACHES, MIXERS, SHORT_CUTS, UNKNOWN_RECURRENCES
 from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.model import switch_attention
 from ringtile.hf.packing import positions_separate
@@ -43,8 +43,6 @@ from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, select
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
-
-_CACHES = ("cache_params", "past_key_values")  # the names under which mixers take one
 
 
 def mixers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
@@ -73,7 +71,7 @@ def install(model: PreTrainedModel, patches: Patches) -> None:
         for name in MIXERS[type(mixer).__name__]:
             if not hasattr(file, name):
                 raise RefusedError(
-                    f"{path} ({type(mixer).__name__}) is not transformers 5.17's: its file has no {name}; expected "
+                    f"{path} ({type(mixer).__name__}) is not transformers' own: its file has no {name}; expected "
                     f"transformers' own, whose functions ringtile replaces"
                 )
             patches.share(file, name, functools.partial(_either, functools.partial(_of_batch, name)))
@@ -210,7 +208,7 @@ class _Watch:
                     f"expected it to be checkpointed by the Trainer's gradient_checkpointing"
                 )
             return args, kwargs
-        if any(kwargs.get(cache) is not None for cache in _CACHES):
+        if any(kwargs.get(cache) is not None for cache in CACHES):
             raise RefusedError(f"{self._place} got a cache; expected none: its states are those of whole sequences")
         batch.recurrent_calls += 1
         batch.mixed_by.clear()
@@ -332,7 +330,7 @@ def _mamba2_chunk_scan(
     """hidden_states (B, N, H, V), dt (B, N, H), A (H), B, C (B, N, G, K) -> (B, N, H, V), in float32 on a CPU."""
     sequence = _sequence(return_final_states or initial_states)
     if z is not None:
-        raise RefusedError("mamba2_chunk_scan with a gate z; expected none: transformers 5.17 gates outside of it")
+        raise RefusedError("mamba2_chunk_scan with a gate z; expected none: transformers gates outside of it")
     dt = _wide(dt)
     dt = dt if dt_bias is None else dt + _wide(dt_bias)
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ringtile.errors import RefusedError
 from ringtile.hf.attention import hidden_mask
 from ringtile.hf.batch import ShardedBatch, active_batch, waiting_batch
+from ringtile.hf.families import CACHES
 from ringtile.hf.patches import Patches
 from ringtile.seam import Cut, language_model, parameters_of
 
@@ -23,7 +24,7 @@ from ringtile.seam import Cut, language_model, parameters_of
 _OF_TEXT = frozenset(
     {
         *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "kwargs"),
-        *("past_key_values", "use_cache", "cache_position", "num_items_in_batch", "logits_to_keep", "return_dict"),
+        *(*CACHES, "use_cache", "cache_position", "num_items_in_batch", "logits_to_keep", "return_dict"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "lm_kwargs"),
     }
 )

@@ -246,17 +246,23 @@ class IntervalMask:
         return cls(torch.zeros_like(positions), (positions + 1).clamp(min=prefix_len))
 
     @classmethod
-    def chunked(cls, seq_len: int, chunk: int, *, first: Sequence[int] = (0,)) -> IntervalMask:
+    def chunked(cls, seq_len: int, chunk: int, *, counted: Tensor | None = None) -> IntervalMask:
         """Causal within chunks of `chunk` tokens, nothing across them (the local layers of Llama 4).
 
-        first: where the first chunk of each row begins, in a batch whose rows begin with padding.
+        counted: integers (B or 1, S): a chunk begins where they are a multiple of `chunk`. They rise by one from token
+            to token, but for the first of a document: intersect the result with `documents`, which keeps them apart.
+            None: 0, 1, ... over the row.
         """
         chunk = arguments.check_int("chunk", chunk)
         if chunk < 1:
             raise InputError(f"chunk is {chunk}; expected at least 1 token")
         positions = _positions(seq_len)
-        starts = torch.tensor([[arguments.check_int("first", one)] for one in first], dtype=torch.int32, device="cpu")
-        in_chunk = (positions - starts) % min(chunk, torch.iinfo(torch.int32).max)
+        if counted is None:
+            counted = positions
+        _check_integers("counted", counted, 2)
+        if counted.size(1) != seq_len:
+            raise InputError(f"counted is {tuple(counted.shape)}; expected (B or 1, {seq_len})")
+        in_chunk = (counted.cpu().long() % chunk).int()
         return cls((positions - in_chunk).clamp(min=0), (positions + 1).expand_as(in_chunk))
 
     @classmethod
