@@ -102,7 +102,7 @@ def test_masks_of_packed_rows_are_intervals(data):
     """Documents may begin at any position id: a row that is cut from a longer one begins inside of a document."""
     documents = runs(data.draw, 0)
     inside = torch.arange(SEQ_LEN) - torch.searchsorted(documents, documents)
-    first = torch.tensor(data.draw(st.lists(st.integers(0, 9), min_size=2 * SEQ_LEN, max_size=2 * SEQ_LEN)))
+    first = torch.tensor(data.draw(st.lists(st.integers(0, 9), min_size=SEQ_LEN, max_size=SEQ_LEN)))
     number = data.draw(st.integers(1, SEQ_LEN))
     causal = data.draw(
         st.sampled_from(

@@ -121,8 +121,8 @@ def _refuse_moved(positions: Tensor, ids: Tensor) -> None:
         return
     raise RefusedError(
         f"transformers {transformers.__version__} draws the mask of packed documents with the blocks of tokens "
-        f"(images) of other documents: it looks them up by position ids; expected no position_ids, with cu_seq_lens_q and "
-        f"cu_seq_lens_k to tell the documents apart, or rows of one document"
+        f"(images) of other documents: it looks them up by position ids; expected no position_ids, with cu_seq_lens_q "
+        f"and cu_seq_lens_k to tell the documents apart, or rows of one document"
     )
 
 
