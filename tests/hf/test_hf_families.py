@@ -8,10 +8,14 @@ import pathlib
 import re
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 import transformers
+from ringtile.cli import tiny_models
 from ringtile.hf import families
+from ringtile.hf.packing import Forward, Packing, positions_separate, read_forward
 from ringtile.hf.patches import Patches
 
 FILES = pathlib.Path(transformers.__file__).parent / "models"
@@ -33,8 +37,6 @@ MIX_NOTHING = {
     *("causal_conv1d_update", "mamba_selective_state_update", "mamba2_selective_state_update"),
     *("torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"),
 }
-READS_TEXT_ROW = "position_ids.shape[0] == 4"  # in a forward that tells documents apart by the first row of (4, B, S)
-MAKES_TEXT_ROW = "expand(4, position_ids"  # in one that also makes that row, of position_ids (B, S)
 
 
 @functools.cache
@@ -45,11 +47,9 @@ def sources() -> dict[str, str]:
 
 @functools.cache
 def trees() -> dict[str, tuple[str, ast.Module]]:
-    """The source and the syntax of each file that makes causal masks or has a class of the tables, by name."""
+    """The source and the syntax of each file that has a class of the tables, by name."""
     tables = (families.MIXERS, families.UNKNOWN_RECURRENCES, families.WHOLE_SEQUENCES, families.SAMPLING)
-    wanted = re.compile(
-        "|".join(["causal_mask", "mask_function", *(rf"class {name}\b" for table in tables for name in table)])
-    )
+    wanted = re.compile("|".join(rf"class {name}\b" for table in tables for name in table))
     return {name: (text, ast.parse(text)) for name, text in sources().items() if wanted.search(text)}
 
 
@@ -92,45 +92,54 @@ def test_mixers_call_the_functions_that_are_replaced() -> None:
             assert not others, f"{function} of {name} takes {others} too"
 
 
-def hands_positions(forward: ast.FunctionDef) -> bool:
-    """Whether every causal mask that a forward makes is made from position ids."""
-    knows = {  # mask_kwargs = {..., "position_ids": position_ids}
-        name.id: any(isinstance(key, ast.Constant) and key.value == "position_ids" for key in node.value.keys)
-        for node in ast.walk(forward)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-        for name in node.targets
-        if isinstance(name, ast.Name)
-    }
-    return all(
-        any(
-            keyword.arg == "position_ids"
-            or (keyword.arg is None and isinstance(keyword.value, ast.Name) and knows.get(keyword.value.id, True))
-            for keyword in call.keywords
+# ---- what is read in the source of a class, against what the model does -----------------------------
+
+TYPES = ("llama", "gemma3_text", "llama4_text", "gpt_oss", "opt", "bloom", "falcon", "afmoe", "xglm", "mpt", "biogpt")
+
+
+def leaks(model: torch.nn.Module) -> bool:
+    """Whether the first document of a packed row changes what the second becomes, by transformers' own masks."""
+    ids, positions = torch.arange(3, 19)[None], torch.cat([torch.arange(7), torch.arange(9)])[None]
+    others = ids.clone()
+    others[:, :7] += 20
+    with torch.no_grad():
+        one, other = (model(input_ids=x, position_ids=positions, use_cache=False).logits for x in (ids, others))
+    return not torch.equal(one[:, 7:], other[:, 7:])
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_documents_join_where_it_is_read(name: str) -> None:
+    """Which types these are changes: Falcon and Bloom got position ids between 5.17 and 5.24."""
+    model = tiny_models.tiny_model(tiny_models.tiny_config(name)).eval()
+    assert positions_separate(model) is not leaks(model)
+
+
+ROWS = {"qwen2_5_vl": (True, False), "qwen3_vl": (True, True), "glm4v": (True, False), "llava": (False, False)}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_text_are_read(name: str) -> None:
+    model = tiny_models.tiny_model(tiny_models.tiny_config(name)).eval()
+    packing = Packing(model, causal=True, hybrid=False, speaks=False)
+    counted = torch.cat([torch.arange(7), torch.arange(9)]).expand(1, 1, 16)
+    for rows in (1, 3, 4):
+        given = counted.expand(rows, -1, -1) if rows > 1 else counted[0]
+        assert (packing.takes_rows, packing._lacks_text_row(given)) == (
+            ROWS[name][0],
+            ROWS[name][0] and (rows == 3 or (rows == 1 and not ROWS[name][1])),
         )
-        for name, call in calls_of(forward)
-        if name.endswith("causal_mask") or name == "mask_function"
-    )
 
 
-@pytest.mark.long
-def test_masks_that_know_no_positions_are_declared() -> None:
-    joining = {"HunYuanVLTextModel"}
-    for _, cls in classes():
-        forward = forward_of(cls)
-        if forward is not None and not hands_positions(forward):
-            joining.add(cls.name)
-    assert joining ^ families.JOIN_DOCUMENTS == set()
-
-
-@pytest.mark.long
-def test_models_that_read_a_row_of_text_are_declared() -> None:
-    rows = {}
-    for file, cls in classes():
-        forward = forward_of(cls) if READS_TEXT_ROW in trees()[file][0] else None
-        source = "" if forward is None else ast.unparse(forward)
-        if READS_TEXT_ROW in source:
-            rows[cls.name] = MAKES_TEXT_ROW in source
-    assert rows == families.TEXT_ROWS
+def test_a_forward_without_source_that_makes_masks_is_not_known() -> None:
+    names: dict[str, Any] = {}
+    exec("def forward(self, x): return create_causal_mask(x)\ndef silent(self, x): return x", names)
+    unread, silent = (type("Made", (torch.nn.Module,), {"forward": names[name]}) for name in ("forward", "silent"))
+    assert read_forward(unread) == Forward(is_unread=True)
+    assert read_forward(silent) == Forward()
+    model = tiny_models.tiny_model(tiny_models.tiny_config("llama"))
+    assert positions_separate(model)
+    model.add_module("made", unread())
+    assert positions_separate(model) is None
 
 
 def test_classes_that_are_refused_exist() -> None:

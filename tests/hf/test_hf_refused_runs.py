@@ -128,9 +128,7 @@ def of_encoder(words: str, prepare: Any) -> Refusal:
 ENCODERS = [
     of_encoder("ModernBertForTokenClassification computes a loss of", twice_the_loss),
     of_encoder("the batch holds shift_labels", shifted_too),
-    of_encoder(
-        "whether flash attention sees those of ModernBertForTokenClassification is not known", loaded_with_flash
-    ),
+    of_encoder("whether the attention of ModernBertForTokenClassification sees them is not known", loaded_with_flash),
 ]
 
 # By family: what asks for random numbers, and the first module that draws.

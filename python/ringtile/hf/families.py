@@ -1,9 +1,9 @@
 """What ringtile takes for granted of transformers' models, by the name of a class: the one table of such facts.
 
-Everything else is asked of the model (its config, its modules), or proved on the first batch. Attention needs no entry:
-all models of transformers call one interface. A new release of transformers may add classes to any table, or change
-what an entry says: `ringtile models` tries every type, and tests/hf/test_hf_families.py reads the installed release and
-names the first class that is not as it is written here.
+Everything else is asked of the model (its config, its modules, the source of its classes), or proved on the first
+batch. Attention needs no entry: all models of transformers call one interface. A new release of transformers may add
+classes to any table, or change what an entry says: `ringtile models` tries every type, and tests/hf/test_hf_families.py
+reads the installed release and names the first class that is not as it is written here.
 """
 
 from __future__ import annotations
@@ -46,35 +46,8 @@ UNKNOWN_RECURRENCES = {
 # Types whose own eager function computes what scaled_dot_product_attention cannot: sinks.
 EAGER_SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
 
-# Models whose causal masks know no position ids: in one process packed documents attend each other. HunYuanVL raises
-# ValueError for the row of ids that its mask needs.
-JOIN_DOCUMENTS = frozenset(
-    [
-        *("AfmoeModel", "BartDecoder", "BigBirdPegasusDecoder", "BioGptModel", "BlenderbotDecoder"),
-        *("BlenderbotSmallDecoder", "BlipTextModel", "BloomModel", "CLIPSegTextModel", "CLIPTextModel"),
-        *("ClvpDecoder", "DeepseekOcr2VisionEncoder", "DiaDecoder", "EvollaModel", "FalconModel", "GptOssModel"),
-        *("GraniteMoeHybridModel", "GroupViTTextTransformer", "HunYuanVLTextModel", "ImageGPTModel"),
-        *("InformerDecoder", "Kosmos2_5TextTransformer", "LEDDecoder", "LongT5Stack", "M2M100Decoder"),
-        *("MBartDecoder", "MT5Stack", "MarianDecoder", "MetaClip2TextModel", "MptModel", "MusicgenDecoder"),
-        *("MusicgenMelodyDecoder", "MvpDecoder", "NllbMoeDecoder", "OPTDecoder", "OwlViTTextTransformer"),
-        *("Owlv2TextTransformer", "PI0Model", "PLBartDecoder", "PPFormulaNetTextModel", "PegasusDecoder"),
-        *("PegasusXDecoder", "Pix2StructTextModel", "Pop2PianoStack", "SeamlessM4TDecoder", "SeamlessM4Tv2Decoder"),
-        *("Speech2TextDecoder", "SpeechT5Decoder", "SwitchTransformersStack", "T5Stack"),
-        *("TimeSeriesTransformerDecoder", "TimesFm2_5Model", "TrOCRDecoder", "UMT5Stack", "UdopStack"),
-        *("VideoPrismTextModel", "XCLIPTextModel", "XGLMModel"),
-    ]
-)
-# Models with M-RoPE that tell documents apart by the first row of position ids (4, B, S): True where they make that row
-# themselves of ids (B, S).
-TEXT_ROWS = {
-    **dict.fromkeys(("CohereCompassTextModel", "Qwen3VLTextModel", "Qwen3VLMoeTextModel", "Qwen4ExpTextModel"), True),
-    **dict.fromkeys(("Qwen3_5TextModel", "Qwen3_5MoeTextModel"), True),
-    **dict.fromkeys(("Qwen3OmniMoeThinkerTextModel", "Qwen3OmniMoeTalkerModel"), True),
-    **dict.fromkeys(("Ernie4_5_VLMoeTextModel", "PaddleOCRTextModel"), False),
-    **dict.fromkeys(("Glm4vTextModel", "Glm4vMoeTextModel", "GlmImageTextModel", "GlmOcrTextModel"), False),
-    **dict.fromkeys(("Qwen2VLTextModel", "Qwen2_5_VLTextModel"), False),
-    **dict.fromkeys(("Qwen2_5OmniThinkerTextModel", "Qwen2_5OmniTalkerModel"), False),
-}
+# Models whose causal masks must not get the position ids that they are handed: ValueError for the row that they need.
+JOIN_DOCUMENTS = frozenset({"HunYuanVLTextModel"})
 
 # ---- modules that need whole sequences ----------------------------------------------------------
 

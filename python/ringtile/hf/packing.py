@@ -9,16 +9,19 @@ Shape letters: B batch, S global tokens.
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
-from ringtile.hf.families import JOIN_DOCUMENTS, TEXT_ROWS
+from ringtile.hf.families import JOIN_DOCUMENTS
 from ringtile.hf.layers import layer_masks
 from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS, documents_of, positions_alone_separate, positions_restart
 from ringtile.hf.model import text_modules
@@ -38,8 +41,9 @@ class Packing:
         self._model, self._causal, self._hybrid, self._speaks = model, causal, hybrid, speaks
         self.separate = hybrid or positions_separate(model, causal)  # by position ids alone; None: not known
         self._flash = _is_flash(model)
-        rows = [TEXT_ROWS[name] for name in _classes(model) if name in TEXT_ROWS]
-        self.takes_rows, self._makes_text_row = bool(rows), any(rows)  # position_ids (3 or 4, B, S)
+        forwards = _forwards(model)
+        self.takes_rows = any(each.reads_text_row for each in forwards)  # position_ids (3 or 4, B, S)
+        self._makes_text_row = any(each.makes_text_row for each in forwards)
         self._said: set[str] = set()
         self._left_checked = False
 
@@ -133,8 +137,8 @@ class Packing:
         add += "DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
         if self.separate is None:
             raise RefusedError(
-                f"position_ids alone separate the documents of a row, and whether flash attention sees those of {name} "
-                f"is not known; expected documents that are told apart in another way: {add}"
+                f"position_ids alone separate the documents of a row, and whether the attention of {name} sees them is "
+                f"not known; expected documents that are told apart in another way: {add}"
             )
         self._say(
             f"the documents of a packed row attend each other, with ringtile and without: {name} hands no position ids "
@@ -152,17 +156,74 @@ def positions_separate(model: PreTrainedModel, causal: bool = True) -> bool | No
     """Whether documents packed into a row are told apart by position ids that start again; None: not known.
 
     Flash attention looks at the position ids itself. Other attention follows the masks that the model makes, and some
-    models (`JOIN_DOCUMENTS`, all encoders) hand these no position ids: in one process the documents of a row attend
+    models (GPT-OSS, OPT, Bloom, all encoders) hand these no position ids: in one process the documents of a row attend
     each other.
     """
     if not causal:  # ModernBERT keeps the ids from flash attention, EuroBERT hands them on
         return None if _is_flash(model) else False
-    return _is_flash(model) or not _classes(model) & JOIN_DOCUMENTS
+    if _is_flash(model):
+        return True
+    forwards = _forwards(model)
+    if any(each.joins_documents for each in forwards):
+        return False
+    return None if any(each.is_unread for each in forwards) else True
 
 
-def _classes(model: PreTrainedModel) -> set[str]:
-    """Return the names of the classes of the modules that run for text, and of those that they extend."""
-    return {cls.__name__ for _, module in text_modules(model) for cls in type(module).__mro__}
+class Forward(NamedTuple):
+    """What the forward of a class does with position ids, read in its source: releases of transformers differ."""
+
+    joins_documents: bool = False  # it makes a causal mask without them
+    reads_text_row: bool = False  # of (4, B, S) it takes the first row to tell documents apart, with M-RoPE (Qwen2-VL)
+    makes_text_row: bool = False  # and makes that row itself of ids (B, S)
+    is_unread: bool = False  # it makes masks, and has no source
+
+
+def _forwards(model: PreTrainedModel) -> set[Forward]:
+    """Those of the modules that run for text, and of the classes that they extend."""
+    return {read_forward(cls) for _, module in text_modules(model) for cls in type(module).__mro__}
+
+
+@functools.cache
+def read_forward(cls: type) -> Forward:
+    """What the forward that this class itself defines does."""
+    forward = inspect.unwrap(vars(cls).get("forward", nn.Identity.forward))
+    try:
+        source = inspect.getsource(forward)
+    except (OSError, TypeError):
+        return Forward(is_unread=any(map(_makes_mask, getattr(getattr(forward, "__code__", None), "co_names", ()))))
+    tree = ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
+    text = ast.unparse(tree)
+    reads = "position_ids.shape[0] == 4" in text
+    return Forward(
+        joins_documents=cls.__name__ in JOIN_DOCUMENTS or not _hands_positions(tree),
+        reads_text_row=reads,
+        makes_text_row=reads and "expand(4, position_ids" in text,
+    )
+
+
+def _makes_mask(name: str) -> bool:
+    return name.endswith("causal_mask") or name == "mask_function"
+
+
+def _hands_positions(forward: ast.AST) -> bool:
+    """Whether every causal mask that a forward makes is made from position ids."""
+    knows = {  # mask_kwargs = {..., "position_ids": position_ids}
+        name.id: any(isinstance(key, ast.Constant) and key.value == "position_ids" for key in node.value.keys)
+        for node in ast.walk(forward)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        for name in node.targets
+        if isinstance(name, ast.Name)
+    }
+    calls = [call for call in ast.walk(forward) if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)]
+    return all(
+        any(
+            keyword.arg == "position_ids"
+            or (keyword.arg is None and isinstance(keyword.value, ast.Name) and knows.get(keyword.value.id, True))
+            for keyword in call.keywords
+        )
+        for call in calls
+        if isinstance(call.func, ast.Name) and _makes_mask(call.func.id)
+    )
 
 
 def _is_flash(model: PreTrainedModel) -> bool:
