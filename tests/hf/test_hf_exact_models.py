@@ -12,6 +12,7 @@ from cells import Cell, check, params, table
 from hf_models import NUM_LABELS, SIZES, hybrid, tiny_encoder, tiny_model, with_lora
 from hf_training import TOLERANCE, Padded, packed, packed_for_flash, train
 from ringtile.cli import tiny_models
+from ringtile.hf.batch import CHECKPOINTING
 from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -51,6 +52,14 @@ LAYERS = [
     # Of these, the two above are combinations; test_hf_attention.py compares the logits of all of them.
     *(family(name) for name in FAMILIES[2:]),
     *(family(name, groups=2) for name in FAMILIES),
+    # transformers 5.23 can leave layers out of checkpointing.
+    *[
+        Cell(
+            "llama, every second layer checkpointed",
+            {**STEPS, CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"every_n_layers": 2}},
+        )
+    ]
+    * (CHECKPOINTING == "activation_checkpointing"),
     # Masks that know no positions: documents are apart where cu_seq_lens names them, and nothing is warned of.
     Cell(
         "gpt-oss, documents named",

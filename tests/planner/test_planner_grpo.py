@@ -35,9 +35,12 @@ def step_of(rows: int, *, reference: bool = False, seq_len: int = S, keys: Any =
 
 @pytest.mark.parametrize(("rows", "ranks", "of_rank"), [(4, 1, 4), (4, 2, 2), (5, 2, 3)])
 def test_each_rank_keeps_keys_and_values_of_its_rows(rows: int, ranks: int, of_rank: int) -> None:
-    """Two numbers a layer, row, kv head, token and dimension, and of whole rows: the last token is never read."""
+    """Two numbers a layer, row, kv head, token and dimension, and of whole rows: the last token is never read. The keys
+    or values of one layer are there twice while they grow, which is the peak in some releases of transformers."""
     memory = step_of(rows, devices=ranks, ringtile=Config(context_parallel_size=ranks))
-    assert memory.phases["decode"]["kv cache"] == 2 * LAYERS * of_rank * HEADS * (S - 1) * D * FLOAT
+    token = of_rank * HEADS * D * FLOAT
+    held = 2 * LAYERS * token * (S - 1)
+    assert memory.phases["decode"]["kv cache"] in (held, held + token * (S - 2))
     assert memory.phases["prefill"]["kv cache"] == 2 * LAYERS * of_rank * HEADS * (S - C) * D * FLOAT
     assert memory.phases["train"]["kv cache"] == memory.phases["log-probs"]["kv cache"] == 0
 

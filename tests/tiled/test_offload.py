@@ -16,7 +16,8 @@ from fake_device import LateTransfer, alive
 from hf_models import SIZES, tiny_model
 from hf_training import make_trainer, train
 from pool import run_ranks
-from ringtile.errors import RefusedError
+from ringtile.errors import ConfigError, RefusedError
+from ringtile.hf.batch import CHECKPOINTING
 from ringtile.hf.gc_callback import collect
 from ringtile.hf.offload import OffloadActivations, offload_activations
 from ringtile.tiled.offload import ON_DEVICE, ActivationOffload, CudaTransfer
@@ -347,6 +348,12 @@ def test_what_cannot_be_offloaded_is_refused(arguments: dict[str, Any], message:
     trainer = make_trainer(**arguments)
     with pytest.raises(RefusedError, match=message):
         OffloadActivations(transfer).on_train_begin(trainer.args, None, None, model=trainer.model)
+
+
+def test_two_that_offload_are_refused() -> None:
+    trainer = make_trainer(**{CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"offload": True}})
+    with pytest.raises(ConfigError, match=f"activation_offload is true and {CHECKPOINTING}_kwargs has offload: true"):
+        ringtile.enable(trainer, {"activation_offload": True})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

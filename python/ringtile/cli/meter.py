@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
 from ringtile.attn.auto import scheme_of
 from ringtile.first_batch.run import is_recording
-from ringtile.hf.batch import ShardedBatch, active_batch
+from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch
 from ringtile.hf.layers import LayerMask, layer_masks
 from ringtile.peak_memory import reset_peak_bytes
 from ringtile.sequence.cost import Plan, plan_of
@@ -31,7 +31,7 @@ class Meter(TrainerCallback):
     def __init__(self, model: PreTrainedModel, args: TrainingArguments) -> None:
         self.config = model.config.get_text_config()
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
-        self.forward_passes = 2 if args.gradient_checkpointing else 1  # forward rings of a layer in one step
+        self.forward_passes = 2 if getattr(args, CHECKPOINTING) else 1  # forward rings of a layer in one step
         self.moved_bytes = self.plan_bytes = self.tokens = self.batch_tokens = 0
         self.step_seconds: list[float] = []
         self.last_plan: Plan | None = None

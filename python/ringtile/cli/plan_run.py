@@ -25,6 +25,7 @@ _SAID = {
     **{"engine": "ddp", "layout": "zigzag", "scheme": "ring", "batch": 1},
     **{"optimizer": "adamw", "offload_optimizer": False},
 }
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # since transformers 5.23, and before
 # Values of training.optim, and what they are for the planner.
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adamw"),
@@ -66,6 +67,10 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
     fsdp = _fsdp_of(training)
     zero = _zero_of(training)
     engine = _engine_of(training, fsdp, zero)
+    checkpointed, offloaded = _checkpointing_of(training)
+    if offloaded and not keys.activation_offload:
+        print("note: activation_checkpointing_kwargs has offload; planned as activation_offload, which moves the same")
+        keys = keys.model_copy(update={"activation_offload": True})
     optimizer = str(getattr(training.get("optim"), "value", training.get("optim") or "adamw_torch"))
     if optimizer not in _OPTIMIZERS:
         print(f"note: training.optim is {optimizer}; the plan counts AdamW's state, 8 bytes a parameter")
@@ -78,9 +83,7 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
         engine=engine,
         ringtile=keys,
         batch=training.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size),
-        gradient_checkpointing=bool(
-            training.get("gradient_checkpointing") or (engine == "fsdp2" and fsdp.get("activation_checkpointing"))
-        ),
+        gradient_checkpointing=checkpointed or bool(engine == "fsdp2" and fsdp.get("activation_checkpointing")),
         dtype=getattr(config, "dtype", None) or torch.float32,
         bf16=bool(training.get("bf16")),
         on_gpu=args.device != "cpu",
@@ -90,6 +93,19 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
         offload_optimizer=_offloads(zero, "offload_optimizer"),
     )
     return setup, seq_len
+
+
+def _checkpointing_of(training: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether layers are checkpointed, and what they save moved to the host, under either name. ConfigError."""
+    name = next((name for name in _CHECKPOINTING if training.get(name) is not None), _CHECKPOINTING[0])
+    settings = next((x for x in _CHECKPOINTING if training.get(f"{x}_kwargs") is not None), name)
+    kwargs = _mapping_of(training, f"{settings}_kwargs")
+    every = kwargs.get("every_n_layers", 1)
+    if training.get(name) and every != 1:
+        raise ConfigError(
+            f"training.{settings}_kwargs: every_n_layers is {every!r:.40}, which is not planned; expected 1: all layers"
+        )
+    return bool(training.get(name)), bool(training.get(name) and kwargs.get("offload"))
 
 
 def _engine_of(training: Mapping[str, Any], fsdp: Mapping[str, Any], zero: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ _KEYS = {
     # of training
     *("max_steps", "num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size", "learning_rate"),
     *("gradient_accumulation_steps", "gradient_checkpointing", "use_reentrant", "auto_find_batch_size", "optim"),
+    *("activation_checkpointing", "every_n_layers", "offload"),
     *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "lr_scheduler_type"),
     *("warmup_steps", "warmup_ratio", "bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "use_cpu", "seed"),
     *("data_seed", "full_determinism", "logging_steps", "logging_strategy", "save_steps", "save_strategy"),
@@ -57,6 +58,7 @@ _KEYS = {
 _SECTIONS = {
     *("model", "data", "training", "rope_parameters", "rope_scaling", "text_config", "full_attention"),
     *("sliding_attention", "fsdp_config", "accelerator_config", "gradient_checkpointing_kwargs", "deepspeed"),
+    "activation_checkpointing_kwargs",
     *("zero_optimization", "offload_optimizer", "offload_param", "bf16", "fp16"),
 }
 # Environment variables whose value is shown where it is a number, a switch or a word.

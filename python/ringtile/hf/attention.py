@@ -21,7 +21,7 @@ from ringtile.attn.attention import attention, ring_attention
 from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
 from ringtile.hf import temperature
-from ringtile.hf.batch import ShardedBatch, active_batch, main_input, waiting_batch
+from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, main_input, waiting_batch
 from ringtile.hf.drawn_masks import intervals_of
 from ringtile.hf.families import EAGER_SINKS
 from ringtile.hf.layers import is_causal, mask_of_layer
@@ -126,7 +126,7 @@ def attention_forward(
         if attention_mask is not None and attention_mask.numel() == 0:
             raise RefusedError(
                 f"{type(module).__name__} got a shard of a sequence outside of the forward pass of its batch; expected "
-                f"a layer that the backward computes again to be checkpointed by the Trainer's gradient_checkpointing"
+                f"a layer that the backward computes again to be checkpointed by the Trainer's {CHECKPOINTING}"
             )
         if options.get("dropout", 0.0) > 0:
             out: Tensor | None = _with_counted_dropout(module, query, key, value, attention_mask, options)

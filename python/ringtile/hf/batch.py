@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ringtile.attn.call import AttentionKernel
 from ringtile.errors import RefusedError
@@ -86,6 +87,12 @@ def main_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
 # ---- the active batch ---------------------------------------------------------------------------
 
 
+# What TrainingArguments and models call checkpointing of layers: transformers 5.23 has renamed it.
+CHECKPOINTING = (
+    "activation_checkpointing"
+    if hasattr(PreTrainedModel, "activation_checkpointing_enable")
+    else "gradient_checkpointing"
+)
 _CHECKPOINTS = frozenset({"_gradient_checkpointing_func", "checkpoint_fn"})
 
 

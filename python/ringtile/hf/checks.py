@@ -22,6 +22,7 @@ from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf import recurrent
 from ringtile.hf.adapters import adds_tokens
 from ringtile.hf.balancing_loss import check_balancing_loss
+from ringtile.hf.batch import CHECKPOINTING
 from ringtile.hf.dropout import drops_attention
 from ringtile.hf.families import SAMPLING, WHOLE_SEQUENCES
 from ringtile.hf.layers import RECURRENT_TYPES, known_types, num_layers
@@ -148,7 +149,7 @@ def check_deepspeed(trainer: Trainer, model: PreTrainedModel) -> None:
         return
     modules = [args, *model.modules()]  # in a model, each checkpointed layer says so
     checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in modules)
-    kwargs = args.gradient_checkpointing_kwargs
+    kwargs = getattr(args, f"{CHECKPOINTING}_kwargs")
     reentrant = isinstance(kwargs, dict) and kwargs.get("use_reentrant", False)  # these compare no tensors
     frozen = not all(parameter.requires_grad for parameter in model.parameters())
     version = sys.modules["deepspeed"].__version__  # which the plugin has imported

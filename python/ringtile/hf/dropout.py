@@ -25,7 +25,7 @@ from ringtile import ops
 from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
 from ringtile.hf import attention, neftune
-from ringtile.hf.batch import active_batch
+from ringtile.hf.batch import CHECKPOINTING, active_batch
 from ringtile.hf.model import text_modules
 from ringtile.hf.patches import Patches
 from ringtile.tiled.tiles import running_tile
@@ -177,7 +177,7 @@ class CountedDropout(TrainerCallback):
         if len(self._graphs) > 1:
             raise RefusedError(
                 f"a loss of {len(self._graphs)} forward passes, with dropout, and layers that are computed again in "
-                f"the backward; expected one forward pass: turn off gradient_checkpointing and tiled_mlp, or set the "
+                f"the backward; expected one forward pass: turn off {CHECKPOINTING} and tiled_mlp, or set the "
                 f"model's dropout to 0"
             )
         return (self._graphs[0] if self._graphs else None), True
@@ -296,7 +296,7 @@ def _call_number(name: str, layer: nn.Module | None, tokens: _Tokens, recomputes
     if call >= total or (tile is None and not region.recomputed):
         raise RefusedError(
             f"{name} runs {total} times in a layer, of which the backward computes a part again; expected whole layers "
-            f"to be checkpointed: use the Trainer's gradient_checkpointing, or set its dropout to 0"
+            f"to be checkpointed: use the Trainer's {CHECKPOINTING}, or set its dropout to 0"
         )
     return call
 

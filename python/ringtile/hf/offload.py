@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
-from ringtile.errors import RefusedError
+from ringtile.errors import ConfigError, RefusedError
+from ringtile.hf.batch import CHECKPOINTING
 from ringtile.hf.patches import Patches
 from ringtile.tiled.offload import ActivationOffload, CudaTransfer, Transfer
 
@@ -19,9 +20,9 @@ logger = logging.getLogger(__name__)
 def offload_activations(model: nn.Module, transfer: Transfer | None = None) -> Patches:
     """Moves the hidden state (B, N, E) that each checkpointed layer saves to pinned host memory; results do not change.
 
-    Call it after turning gradient checkpointing on: transformers' `gradient_checkpointing_enable`, reentrant or not, or
-    torch's `checkpoint_wrapper`, which FSDP's `activation_checkpointing` uses. `.restore()` on the result undoes it.
-    Tensors on the CPU stay where they are. transfer: how to copy; None: CUDA.
+    Call it after turning it on: transformers' `activation_checkpointing_enable` (`gradient_...` up to 5.22),
+    reentrant or not, or torch's `checkpoint_wrapper`, which FSDP's `activation_checkpointing` uses. `.restore()` on the
+    result undoes it. Tensors on the CPU stay where they are. transfer: how to copy; None: CUDA.
 
     RefusedError: no layer is checkpointed; raised in the forward or backward: a hidden state was modified in place.
     """
@@ -37,13 +38,22 @@ def _install(model: nn.Module, transfer: Transfer, patches: Patches) -> None:
     if not wrappers and not layers:
         raise RefusedError(
             f"activation_offload: {type(model).__name__} has no checkpointed layer, and offload moves only the inputs "
-            "that those save; set gradient_checkpointing: true (under FSDP, activation_checkpointing: true in "
-            "fsdp_config)"
+            f"that those save; set {CHECKPOINTING}: true (under FSDP, activation_checkpointing: true in fsdp_config)"
         )
     for wrapper in wrappers:
         patches.set(wrapper, "checkpoint_fn", offload.wrap(wrapper.checkpoint_fn))
     for layer in layers:
         patches.set(layer, "_gradient_checkpointing_func", offload.wrap(layer._gradient_checkpointing_func))
+
+
+def check_offload(args: TrainingArguments) -> None:
+    """ConfigError: transformers moves what checkpointed layers save itself."""
+    setting = f"{CHECKPOINTING}_kwargs"
+    if (getattr(args, setting) or {}).get("offload"):
+        raise ConfigError(
+            f"activation_offload is true and {setting} has offload: true; expected one of the two: both move what "
+            f"checkpointed layers save to the host. Take offload out, which copies on the stream that computes"
+        )
 
 
 class OffloadActivations(TrainerCallback):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
+from ringtile.hf.batch import CHECKPOINTING
 from ringtile.hf.families import JOIN_DOCUMENTS
 from ringtile.hf.layers import layer_masks
 from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS, documents_of, positions_alone_separate, positions_restart
@@ -110,7 +111,7 @@ class Packing:
 
     def _say_transformers_joins(self, inputs: Mapping[str, Any]) -> None:
         needs = []
-        if self._makes_cache() and not self._flash and not self._model.is_gradient_checkpointing:
+        if self._makes_cache() and not self._flash and not getattr(self._model, f"is_{CHECKPOINTING}"):
             needs.append(f"use_cache false in {_path_of_text_config(self._model)}")
         if self._lacks_text_row(inputs["position_ids"]):
             needs.append("position_ids (4, B, S) whose first row counts the tokens of each document")

@@ -25,6 +25,7 @@ from ringtile import ops
 from ringtile.errors import RefusedError
 from ringtile.hf.attention import WITHOUT_EFFECT, unknown_arguments
 from ringtile.hf.batch import (
+    CHECKPOINTING,
     ShardedBatch,
     activate,
     active_batch,
@@ -205,7 +206,7 @@ class _Watch:
             if is_recomputed_without_batch():
                 raise RefusedError(
                     f"{self._place} is computed again in the backward, outside of the forward pass of its batch; "
-                    f"expected it to be checkpointed by the Trainer's gradient_checkpointing"
+                    f"expected it to be checkpointed by the Trainer's {CHECKPOINTING}"
                 )
             return args, kwargs
         if any(kwargs.get(cache) is not None for cache in CACHES):

@@ -27,7 +27,7 @@ from ringtile.hf.loss_on_shards import LossOnShards
 from ringtile.hf.metrics import LogMetrics
 from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.norm import install_tiled_norm
-from ringtile.hf.offload import OffloadActivations
+from ringtile.hf.offload import OffloadActivations, check_offload
 from ringtile.hf.parallelism import deepspeed_shards_sequences, only_data_parallel, parallelism_of
 from ringtile.hf.patches import Patches
 from ringtile.hf.peers import Peers
@@ -116,6 +116,7 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
     if config.tiled_loss:
         install_tiled_loss(base, config, patches)
     if config.activation_offload:
+        check_offload(trainer.args)
         offload = OffloadActivations()
         patches.add_callback(trainer, offload)
         patches.on_restore(offload.patches.restore)

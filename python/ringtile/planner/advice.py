@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ringtile.errors import RingtileError
+from ringtile.hf.batch import CHECKPOINTING
 from ringtile.planner.setup import Setup
 from ringtile.planner.sizes import Rates
 from ringtile.planner.step import StepMemory, TrainingStep
@@ -102,7 +103,7 @@ def switches(setup: Setup, seq_len: int, fits: bool = True) -> list[Switch]:
         return dataclasses.replace(setup, ringtile=type(config)(**{**config.model_dump(exclude_unset=True), **keys}))
 
     if not setup.gradient_checkpointing:
-        changes["gradient_checkpointing: true"] = dataclasses.replace(setup, gradient_checkpointing=True)
+        changes[f"{CHECKPOINTING}: true"] = dataclasses.replace(setup, gradient_checkpointing=True)
     elif not config.activation_offload:
         changes["activation_offload: true"] = with_keys(activation_offload=True)
     for key in ("tiled_loss", "tiled_mlp", "tiled_norm"):

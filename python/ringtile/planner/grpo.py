@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ringtile.errors import ConfigError, RefusedError
+from ringtile.hf.families import CACHES
 from ringtile.hf.patches import Patches
 from ringtile.planner.live import Live
 
@@ -116,7 +118,8 @@ class Generation:
         with self.live.making("buffers"):
             ids = torch.empty((self.rows, num_tokens), dtype=torch.int64)
             mask = torch.empty((self.rows, seen + num_tokens), dtype=torch.int64)
-        inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": self.cache}
+        taken = inspect.signature(type(self.model).forward).parameters
+        inputs = {"input_ids": ids, "attention_mask": mask, next(name for name in CACHES if name in taken): self.cache}
         with torch.no_grad(), not_checkpointing(self.model):
             self.call(self.model, **inputs, use_cache=True, logits_to_keep=1)
 

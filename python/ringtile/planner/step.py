@@ -32,7 +32,7 @@ from ringtile.attn.attention import RingAttention
 from ringtile.attn.call import AttentionCall
 from ringtile.errors import RefusedError
 from ringtile.hf import checks, recurrent
-from ringtile.hf.batch import ShardedBatch, active
+from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active
 from ringtile.hf.layers import mask_of_layer
 from ringtile.hf.loss import install_tiled_loss
 from ringtile.hf.mlp import install_tiled_mlp
@@ -174,7 +174,7 @@ class TrainingStep:
             install_tiled_loss(model, setup.ringtile, patches)
         by_engine = setup.engine == "fsdp2"
         if setup.gradient_checkpointing and not by_engine:
-            model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+            getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": False, "preserve_rng_state": False})
         self._engine = make_engine(setup, model, self._live)
         with self._live:
             for buffer in model.buffers():
