@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,23 +15,29 @@ from ringtile.errors import ConfigError, InputError, shown
 from ringtile.scheme import Scheme
 from ringtile.yaml_file import read_yaml
 
+logger = logging.getLogger("ringtile")
+
 MAX_KEY = 80  # characters of an unknown key that an error shows
 MAX_NAMED = 20  # names that an error lists
 # The keys that may stand in a mapping `context_parallel`, without the prefix.
 NESTED = {"size": "context_parallel_size", "scheme": "context_parallel_scheme", "layout": "layout"}
-# What other libraries call the same.
+# Keys of other libraries that can mean nothing else: taken, with what they say besides.
+_SIZE: tuple[str, dict[str, Any]] = ("context_parallel_size", {})
+_TAKEN = {
+    **dict.fromkeys(("cp_size", "cp_degree", "cp_world_size", "context_parallel_degree"), _SIZE),
+    **dict.fromkeys(("sp_size", "sequence_parallel_size", "sequence_parallel_degree"), _SIZE),
+    "ulysses_sequence_parallel_size": ("context_parallel_size", {"context_parallel_scheme": "ulysses"}),
+    **dict.fromkeys(("activation_offloading", "offload_activations"), ("activation_offload", {})),
+}
+# Keys whose values mean something else, or only a part: suggested.
 _ELSEWHERE = {
-    **dict.fromkeys(
-        ("cp_size", "cp_degree", "cp", "context_parallel_degree", "cp_world_size"), "context_parallel_size"
-    ),
-    **dict.fromkeys(("sp_size", "sequence_parallel_size", "sequence_parallel_degree"), "context_parallel_size"),
-    **dict.fromkeys(("ulysses_size", "ulysses_degree", "ring_degree"), "context_parallel_size"),
+    **dict.fromkeys(("cp", "ulysses_size", "ulysses_degree", "ring_degree"), "context_parallel_size"),
     **dict.fromkeys(
         ("cp_backend", "sp_backend", "cp_comm_strategy", "cp_comm_type", "scheme"), "context_parallel_scheme"
     ),
     **dict.fromkeys(("ring_attn_func", "rotate_method"), "context_parallel_scheme"),
     **dict.fromkeys(("load_balance", "load_balancer", "load_balancing", "sharding_strategy"), "layout"),
-    **dict.fromkeys(("activation_offloading", "offload_activations", "activation_cpu_offload"), "activation_offload"),
+    "activation_cpu_offload": "activation_offload",
     **dict.fromkeys(("attn_implementation", "attn_backend", "attention_backend"), "attention_kernel"),
 }
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -128,8 +135,9 @@ class Config(Section):
 
 
 def flat(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping of keys with those of its mapping `context_parallel` beside the others. ConfigError names the key."""
-    keys = dict(given)
+    """A mapping of keys in ringtile's words: those of its mapping `context_parallel` beside the others, and other
+    libraries' names for the same replaced, which the log says. ConfigError names the key."""
+    keys = _in_our_words(given)
     nested = keys.pop("context_parallel", None)
     if nested is None:
         return keys
@@ -146,10 +154,27 @@ def flat(given: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
+def _in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
+    keys = {name: value for name, value in given.items() if name not in _TAKEN}
+    for name in [name for name in given if name in _TAKEN]:
+        key, besides = _TAKEN[name]
+        said = {key: given[name], **besides}
+        for ours, value in said.items():
+            if keys.setdefault(ours, value) != value:
+                raise ConfigError(
+                    f"{name} is {shown(given[name])}, which means {ours}: {shown(value)}, and {ours} is "
+                    f"{shown(keys[ours])}; expected one value, given in one place"
+                )
+        if os.environ.get("RANK", "0") == "0":
+            words = ", ".join(f"{ours}: {shown(value)}" for ours, value in said.items())
+            logger.warning(f"the key {name} is taken as {words}")
+    return keys
+
+
 def nearest_key(key: str, valid: Collection[str]) -> str:
     """Completes the error for an unknown key: a valid key that is close, or all of them, or the closest of many."""
     key, names = str(key)[:MAX_KEY], sorted(valid)
-    if (same := _ELSEWHERE.get(key)) in names:
+    if (same := _ELSEWHERE.get(key) or _TAKEN.get(key, ("", {}))[0]) in names:
         return f"did you mean {same}?"
     if close := difflib.get_close_matches(key, names, n=1):
         return f"did you mean {close[0]}?"

@@ -18,7 +18,7 @@ def test_defaults_change_nothing():
     ("values", "words"),
     [
         ({"context_paralel_size": 2}, ["context_paralel_size", "did you mean context_parallel_size?"]),
-        ({"cp_size": 2}, ["cp_size", "did you mean context_parallel_size?"]),
+        ({"ring_degree": 2}, ["ring_degree", "did you mean context_parallel_size?"]),
         ({"load_balancer": "zigzag"}, ["load_balancer", "did you mean layout?"]),
         ({"zebra": 2}, ["zebra", "expected one of activation_offload"]),
         ({"context_parallel_size": 0}, ["context_parallel_size", "0", "greater than or equal to 1"]),
@@ -50,6 +50,49 @@ def test_bad_key_or_value_is_named(values, words):
         assert "\n" not in str(error.value)
         for word in words:
             assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"cp_size": 2}, {"context_parallel_size": 2}),
+        ({"context_parallel_degree": 2, "layout": "striped"}, {"context_parallel_size": 2, "layout": "striped"}),
+        ({"sequence_parallel_size": 4, "context_parallel_size": 4}, {"context_parallel_size": 4}),
+        (
+            {"ulysses_sequence_parallel_size": 2},
+            {"context_parallel_size": 2, "context_parallel_scheme": "ulysses"},
+        ),
+        ({"activation_offloading": True}, {"activation_offload": True}),
+    ],
+)
+def test_other_libraries_names_are_taken_and_said(given, taken, caplog):
+    with caplog.at_level("WARNING", logger="ringtile"):
+        config = Config.load(given)
+    assert config == Config(**taken)
+    name = next(iter(given))
+    words = ", ".join(f"{key}: {value!r}" for key, value in taken.items() if key != "layout")
+    assert [record.getMessage() for record in caplog.records] == [f"the key {name} is taken as {words}"]
+    with pytest.raises(ringtile.ConfigError, match=f"unknown key {name}: did you mean {next(iter(taken))}"):
+        Config(**given)  # a keyword of ours alone
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"cp_size": 2, "context_parallel_size": 4}, "cp_size is 2, which means context_parallel_size: 2, and context"),
+        ({"cp_size": 2, "sp_size": 4}, "sp_size is 4, which means context_parallel_size: 4, and context_parallel_size"),
+        ({"cp_size": 2, "context_parallel": {"size": 4}}, "context_parallel.size is 4 and context_parallel_size is 2"),
+        (
+            {"ulysses_sequence_parallel_size": 2, "context_parallel_scheme": "ring"},
+            "ulysses_sequence_parallel_size is 2, which means context_parallel_scheme: 'ulysses', and context_",
+        ),
+        ({"cp_size": "2"}, "context_parallel_size is '2'"),
+        ({"activation_offloading": "disk"}, "activation_offload is 'disk'"),
+    ],
+)
+def test_a_name_of_another_library_that_contradicts_is_refused(given, words):
+    with pytest.raises(ringtile.ConfigError, match=words):
+        Config.load(given)
 
 
 def test_tile_tokens_of_the_loss_go_with_shards_of_the_mlp():
