@@ -75,13 +75,16 @@ def test_main_writes_kept_and_new_results_into_the_page_and_names_failures(tmp_p
     result = {"versions": {"python": "3.10.13", "torch": "2.11.0"}, "date": "2026-11-23"}
     verdicts = {0: "3 passed", 2: "FAILED: a | b"}
 
-    def try_row(number, wheel, folder):
+    def try_row(number, wheel, folder, releases):
+        given.append(releases)
         (folder / f"row-{number}.json").write_text(json.dumps({**result, "verdict": verdicts[number]}))
 
+    given = []
     monkeypatch.setattr(matrix, "try_row", try_row)
-    matrix.main(pathlib.Path("a.whl"), tmp_path / "rows", [0])
+    matrix.main(pathlib.Path("a.whl"), tmp_path / "rows", ["0", "transformers==5.25.0"])
     with pytest.raises(SystemExit, match="failed: row-2; logs in"):
-        matrix.main(pathlib.Path("a.whl"), tmp_path / "rows", [2])
+        matrix.main(pathlib.Path("a.whl"), tmp_path / "rows", ["2"])
+    assert given == [["transformers==5.25.0"], []]
     before, _, _, *rows, after = [line for line in page.read_text().split("\n") if line and "<!--" not in line]
     assert (before, after) == ("before", "after")
     assert [row.split(" | ")[-2] for row in rows] == ["3 passed", "not tried", "FAILED: a \\| b"]

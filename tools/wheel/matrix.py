@@ -2,6 +2,8 @@
 
     python matrix.py WHEEL FOLDER        every row, then the table
     python matrix.py WHEEL FOLDER 0 5    these rows, then the table of all results in FOLDER
+    python matrix.py WHEEL FOLDER 5 transformers==5.25.0    this row with a new release, which pyproject.toml does not
+                                                            allow yet: what to run before its bound is raised
 
 A row is a fresh venv, made by uv, with the wheel and the packages that the row names, in which tests of this checkout
 run against the installed wheel: kernels, the ring of processes, and trainings under every engine. A row whose Python is
@@ -20,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -72,14 +75,22 @@ def lowest() -> list[str]:
     return [f"{name}=={version}" for name, version in bounds.items() if name in kept]
 
 
-def install(row: Row, wheel: pathlib.Path, venv: pathlib.Path) -> str:
-    """Makes the row's venv and returns its Python."""
+def install(row: Row, wheel: pathlib.Path, venv: pathlib.Path, releases: Sequence[str] = ()) -> str:
+    """Makes the row's venv and returns its Python. releases: `name==version`, whatever bounds say."""
     interpreter = shutil.which(f"python{row.python}")
     if interpreter is None:
         raise NotTriedError(f"no python{row.python} on PATH")
     python = str(venv / "bin" / "python")
     pip = ["uv", "pip", "install", "--quiet", "--python", python]
-    packages = [f"torch=={row.torch}.*" if row.torch else "torch", *row.others, *(lowest() if row.oldest else [])]
+    if releases:
+        venv.parent.joinpath("releases.txt").write_text("\n".join(releases))
+        pip += ["--overrides", str(venv.parent / "releases.txt")]
+    packages = [
+        f"torch=={row.torch}.*" if row.torch else "torch",
+        *row.others,
+        *(lowest() if row.oldest else []),
+        *releases,
+    ]
     commands = [["uv", "venv", "--quiet", "--python", interpreter, str(venv)]]
     if row.extra is None:
         commands += [[*pip, *packages], [*pip, "--no-deps", str(wheel)]]
@@ -119,13 +130,13 @@ def verdict(row: Row, python: str, log: pathlib.Path) -> str:
     return ", ".join(re.findall(r"refused: .*|\d+ (?:passed|skipped)", found[-1]))
 
 
-def try_row(number: int, wheel: pathlib.Path, folder: pathlib.Path) -> None:
+def try_row(number: int, wheel: pathlib.Path, folder: pathlib.Path, releases: Sequence[str]) -> None:
     row, start = ROWS[number], time.monotonic()
     venv = folder / f"venv-{number}"
     shutil.rmtree(venv, ignore_errors=True)
     result = {"date": datetime.date.today().isoformat(), "versions": {"python": row.python, "torch": row.torch}}
     try:
-        python = install(row, wheel, venv)
+        python = install(row, wheel, venv, releases)
         result["versions"] = installed(python)
         result["verdict"] = verdict(row, python, folder / f"row-{number}.log")
     except NotTriedError as reason:
@@ -153,10 +164,11 @@ def table(folder: pathlib.Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(wheel: pathlib.Path, folder: pathlib.Path, numbers: list[int]) -> None:
+def main(wheel: pathlib.Path, folder: pathlib.Path, words: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for number in numbers or range(len(ROWS)):
-        try_row(number, wheel, folder)
+    releases = [word for word in words if "==" in word]
+    for number in [int(word) for word in words if word not in releases] or range(len(ROWS)):
+        try_row(number, wheel, folder, releases)
     page = PAGE.read_text()
     before, rest = page.split(BEGIN)
     PAGE.write_text(before + BEGIN + "\n" + table(folder) + "\n" + END + rest.split(END)[1])
@@ -166,6 +178,4 @@ def main(wheel: pathlib.Path, folder: pathlib.Path, numbers: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        pathlib.Path(sys.argv[1]).absolute(), pathlib.Path(sys.argv[2]).absolute(), [int(word) for word in sys.argv[3:]]
-    )
+    main(pathlib.Path(sys.argv[1]).absolute(), pathlib.Path(sys.argv[2]).absolute(), sys.argv[3:])

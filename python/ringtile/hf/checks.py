@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
+import shlex
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import accelerate.data_loader
 import torch
 import transformers
+from packaging.requirements import Requirement
 from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -18,7 +22,7 @@ from transformers import PreTrainedModel, Trainer, masking_utils
 from transformers.integrations import sdpa_attention
 
 from ringtile.config import Config
-from ringtile.errors import ConfigError, RefusedError
+from ringtile.errors import EXTRAS, ConfigError, RefusedError
 from ringtile.hf import recurrent
 from ringtile.hf.adapters import adds_tokens
 from ringtile.hf.balancing_loss import check_balancing_loss
@@ -29,6 +33,8 @@ from ringtile.hf.layers import RECURRENT_TYPES, known_types, num_layers
 from ringtile.hf.model import INSTEAD, text_modules
 from ringtile.hf.model_loss import is_sum_over_tokens, shifts_labels
 from ringtile.hf.parallelism import parallelism_of
+
+logger = logging.getLogger("ringtile")
 
 # Methods that ringtile replaces or relies on, with the arguments it passes. Other versions may lack them.
 _TRAINER_METHODS = {
@@ -352,6 +358,26 @@ def _check_touch_points(trainer: Trainer) -> None:
                 f"SFTTrainer, DPOTrainer, KTOTrainer, ORPOTrainer, RewardTrainer, GRPOTrainer, RLOOTrainer or "
                 f"DistillationTrainer, with at most a compute_loss of "
                 f"your own: ringtile cannot tell whether another {method} works on shards"
+            )
+
+
+# By `make matrix`, as in pyproject.toml.
+_PROVED = shlex.split(EXTRAS["hf"])
+_PROVED += ["torch>=2.11,<2.16", "trl>=1.14,<1.17", "peft>=0.21,<0.22", "deepspeed>=0.19.3,<0.20"]
+
+
+@functools.cache
+def warn_of_unproved() -> None:
+    """Names each package, of those imported now, that is newer than the releases ringtile was tried with. Once."""
+    for text in _PROVED:
+        package = Requirement(text)
+        version = Version(str(getattr(sys.modules.get(package.name), "__version__", "0")))
+        end = next(Version(bound.version) for bound in package.specifier if bound.operator == "<")
+        if version.release >= end.release:  # of a development version too
+            logger.warning(
+                f"{package.name} {version} is newer than the releases that ringtile was tried with: what it changes "
+                f"may be refused, or only be seen by the first batch's proof; expected one of those: pip install "
+                f"'{text}'"
             )
 
 

@@ -77,6 +77,7 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
     patches = Patches.of(lambda patches: _install(trainer, config, patches))
     if trainer.args.process_index == 0:
         logger.info(_summary(trainer, config))
+        checks.warn_of_unproved()
     return patches
 
 
