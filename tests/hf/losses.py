@@ -34,6 +34,22 @@ class LastThird(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class Scaled(Trainer):
+    """Says of its loss what a Trainer of transformers 5.19 and later can say; older ones do not read it."""
+
+    loss_is_scaled_for_ga = True
+
+
+class Unscaled(Trainer):
+    """The same for a loss that training_step is to divide by the number of accumulation steps."""
+
+    loss_is_scaled_for_ga = False
+
+
+class UnscaledLastThird(LastThird):
+    loss_is_scaled_for_ga = False
+
+
 class Drawing(LastThird):
     """Draws outside of the model, as a sampler or a metric may."""
 

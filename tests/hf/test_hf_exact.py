@@ -19,9 +19,12 @@ from losses import (
     MeanPerBatch,
     OwnLoss,
     PositionalCall,
+    Scaled,
     ScalingTrainer,
     SumOverItems,
     TwiceTheLoss,
+    Unscaled,
+    UnscaledLastThird,
     ZLoss,
     mean_of_logits,
     squared,
@@ -149,11 +152,11 @@ def tiled_loss(engine: str, long: bool = True) -> Cell:
     return Cell(f"tiled loss under {engine}", {"num_rows": 48}, config, {"engine": engine}, processes=2, long=long)
 
 
-def mesh(world: int, long: bool, **sizes: int) -> Cell:
+def mesh(world: int, long: bool, family: str = "llama", **sizes: int) -> Cell:
     """Rows enough for no last batch to be filled with copies; one process takes those of all groups at once."""
     return Cell(
-        f"FSDP2 on {world} ranks with {sizes}",
-        {"num_rows": 32},
+        f"{family} under FSDP2 on {world} ranks with {sizes}",
+        {"num_rows": 32, "family": family},
         {} if "cp_size" not in sizes else {"context_parallel_size": sizes["cp_size"]},
         {"engine": "FSDP2"},
         {"per_device_train_batch_size": world},
@@ -173,6 +176,8 @@ ENGINES = [
     mesh(4, False, dp_replicate_size=2, dp_shard_size=2),
     mesh(4, True, dp_shard_size=2, cp_size=2),
     mesh(2, True, dp_shard_size=2),
+    # transformers says of it that it supports no context parallelism.
+    mesh(4, True, "mistral-sliding", dp_shard_size=2, cp_size=2),
     mesh(8, True, dp_replicate_size=2, dp_shard_size=2, cp_size=2),
     *(
         tiled_loss(engine, long=engine != "ZeRO-3")  # test_hf_loss_engines.py has every way of FSDP2
@@ -236,6 +241,9 @@ SQUARED = {"trainer_arguments": {"compute_loss_func": squared}, "learning_rate":
 LOSSES = [
     Cell("a loss that no shard can compute", {"trainer_class": LastThird, **EVERY_NUMBER}),
     Cell("a term in compute_loss", {"trainer_class": ZLoss}),
+    Cell("a loss that says that it is scaled", {"trainer_class": Scaled}, long=True),
+    Cell("a loss that says that it is not scaled", {"trainer_class": Unscaled}),
+    Cell("a loss of its own that says that it is not scaled", {"trainer_class": UnscaledLastThird}, long=True),
     Cell("draws outside of the model", {"trainer_class": Drawing}),
     Cell("a model called with positional arguments", {"trainer_class": PositionalCall}),
     Cell("a mean of means", {"trainer_class": MeanPerBatch, "evaluate": True}),

@@ -78,6 +78,10 @@ TRAINERS = [
     of_change("use_liger_kernel", lambda trainer: setattr(trainer.args, "use_liger_kernel", True)),
     of_change("training_step", lambda trainer: setattr(trainer, "training_step", lambda *args: None)),
     of_change("tensor parallelism of size 2", lambda trainer: setattr(trainer.model, "_tp_size", 2)),
+    of_change(
+        "the model was sharded while it was loaded (distributed_config)",
+        lambda trainer: setattr(trainer.model, "_is_distributed_loading_by_transformers", True),
+    ),
     # Without an accelerator FSDP1 does not start, so accelerate only says that it has.
     of_change(
         "FSDP1 (fsdp_version 1)",

@@ -409,6 +409,12 @@ def _check_parallelism(trainer: Trainer) -> None:
             f"ranks (tp_plan), so that no two of them can share a sequence. Load the model without tp_plan, or combine "
             f"both in plain PyTorch (examples/train_3d.py)"
         )
+    if getattr(trainer.model, "_is_distributed_loading_by_transformers", False):
+        raise RefusedError(
+            "the model was sharded while it was loaded (distributed_config), and reduces its gradients itself, which was "
+            "not tested under context parallelism; expected one that accelerate shards: load it without "
+            "distributed_config, and set fsdp in TrainingArguments"
+        )
     if parallelism is not None and parallelism.cp_enabled and not trainer.args.average_tokens_across_devices:
         raise RefusedError(
             "average_tokens_across_devices is false with ParallelismConfig.cp_size > 1, where transformers rounds the "
