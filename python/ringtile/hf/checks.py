@@ -411,8 +411,8 @@ def _check_parallelism(trainer: Trainer) -> None:
         )
     if getattr(trainer.model, "_is_distributed_loading_by_transformers", False):
         raise RefusedError(
-            "the model was sharded while it was loaded (distributed_config), and reduces its gradients itself, which was "
-            "not tested under context parallelism; expected one that accelerate shards: load it without "
+            "the model was sharded while it was loaded (distributed_config), and reduces its gradients itself, which "
+            "was not tested under context parallelism; expected one that accelerate shards: load it without "
             "distributed_config, and set fsdp in TrainingArguments"
         )
     if parallelism is not None and parallelism.cp_enabled and not trainer.args.average_tokens_across_devices:
