@@ -204,6 +204,45 @@ MUTANTS = [
         case="causal",
     ),
     Mutant(
+        "peers: shards are contiguous, and read as zigzag",
+        "python/ringtile/hf/inputs.py",
+        "        local[name] = sequence.shard(functional.pad(tensor, width, "
+        "value=_PADDING.get(name, IGNORE_INDEX)), dim=dim)\n",
+        "        tensor = functional.pad(tensor, width, value=_PADDING.get(name, IGNORE_INDEX))\n"
+        "        local[name] = Layout.contiguous(sequence.seq_len, world_size).shard(tensor, dim, sequence.rank)\n",
+        "tests/hf/test_hf_inputs.py",
+        source="THUDM/slime#1871",
+        case="token mean",
+    ),
+    Mutant(
+        "peers: the size is 1 without a word",
+        "python/ringtile/hf/trainer.py",
+        "    if (config.context_parallel_size > 1 or config.shared_prefix) and",
+        "    if config.shared_prefix and",
+        "tests/hf/test_hf_exact.py -k smoothing",
+        source="modelscope/ms-swift#10061",
+        case="token mean",
+    ),
+    Mutant(
+        "peers: recurrent layers run on each shard alone",
+        "python/ringtile/hf/recurrent.py",
+        "    return (original if active_batch() is None else of_batch)(*args, **kwargs)\n",
+        "    if (batch := active_batch()) is not None:\n"
+        "        batch.mixed_by.add(of_batch.args[0])\n"
+        "    return original(*args, **kwargs)\n",
+        "tests/hf/test_hf_exact_models.py -k lfm2",
+        source="hiyouga/LlamaFactory#10727",
+        case="recurrent packed",
+    ),
+    Mutant(
+        "peers: no gradient comes back to what images become",
+        "python/ringtile/hf/seam.py",
+        '            given["inputs_embeds"] = self._entered(self._path, given["inputs_embeds"])\n',
+        '            given["inputs_embeds"] = self._entered(self._path, given["inputs_embeds"]).detach()\n',
+        "tests/hf/test_images.py -k gemma3",
+        source="NVIDIA-NeMo/Automodel#3414",
+    ),
+    Mutant(
         "peers: the loss is multiplied by the number of ranks",
         "python/ringtile/hf/loss_on_shards.py",
         "                return original(model, local, return_outputs=return_outputs, num_items_in_batch="
@@ -223,7 +262,8 @@ def table() -> str:
         repository, _, number = mutant.source.partition("#")
         source = f"[{repository.partition('/')[2]}#{number}](https://github.com/{repository}/issues/{number})"
         test = mutant.test.partition(" ")[0]
-        rows.append(f"| {mutant.name.removeprefix('peers: ')} | {source} | `{mutant.case}` | `{test}` |")
+        case = f"`{mutant.case}`" if mutant.case else "none: images"
+        rows.append(f"| {mutant.name.removeprefix('peers: ')} | {source} | {case} | `{test}` |")
     return "\n".join([*rows, ""])
 
 
