@@ -22,10 +22,12 @@ _MAMBA2 = _CONV | {"mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"}
 # an equal in ringtile (hf/recurrent.py). Check: the forward calls no other function that mixes tokens, and each of
 # these takes the arguments of its equal. Documents and padding are in the batch; a mixer gets no mask.
 MIXERS: dict[str, frozenset[str]] = {
-    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv"), _CONV),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _CONV),
     **dict.fromkeys(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _DELTA),
-    "OlmoHybridGatedDeltaNet": _DELTA,
-    "KimiLinearDeltaAttention": _CONV | {"chunk_kimi_delta_attention"},
+    **dict.fromkeys(("OlmoHybridGatedDeltaNet", "LaraMiniGatedDeltaNet"), _DELTA),
+    **dict.fromkeys(
+        ("KimiLinearDeltaAttention", "BailingHybridDeltaAttention"), _CONV | {"chunk_kimi_delta_attention"}
+    ),
     **dict.fromkeys(("BambaMixer", "GraniteMoeHybridMambaLayer", "FalconH1Mixer"), _MAMBA2),
     **dict.fromkeys(("NemotronHMamba2Mixer", "Zamba2MambaMixer", "Mamba2Mixer"), _MAMBA2),
     **dict.fromkeys(("JambaMambaMixer", "ZambaMambaMixer"), _MAMBA),

@@ -390,3 +390,4 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 _PARAMETERS = {name: frozenset(inspect.signature(function).parameters) for name, function in _FUNCTIONS.items()}
 # Documents, which are the batch's, and ways to compute the same.
 _WITHOUT_EFFECT = WITHOUT_EFFECT | {"cu_seqlens", "chunk_size", "use_mambapy", "use_associative_scan"}
+_WITHOUT_EFFECT |= {"position_embeddings"}  # of the attention layers beside them (Bailing); no recurrence takes them
