@@ -130,6 +130,8 @@ _BESIDES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"per_layer_config": {i: {"head_dim": 2 * _HEAD_DIM} for i in (1, 3)}},
     "gemma4_unified_text": {"per_layer_config": {i: {"head_dim": 2 * _HEAD_DIM} for i in (1, 3)}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 0},
+    # Its default is dense, and its checkpoints are not.
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * LAYERS_OF_A_KIND},
     "lfm2": {  # its default has no convolutions, and every checkpoint has
         **{"block_multiple_of": 16, "full_attn_idxs": None, "num_hidden_layers": 2 * LAYERS_OF_A_KIND},
         "layer_types": ["conv", "full_attention"] * LAYERS_OF_A_KIND,
