@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
@@ -42,6 +43,7 @@ class TrainingCase:
     config: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     packed: bool = False  # a batch is one row
+    multiple: int = 1  # of which each document of a packed row has the length, padded behind its tokens
     left: bool = False  # padding comes first
     evaluates: bool = False
     ringtile: Mapping[str, Any] = field(default_factory=dict)
@@ -95,6 +97,14 @@ CASES = [
         "attention across documents",
         "huggingface/trl/pull/6843",
         packed=True,
+    ),
+    TrainingCase(
+        "packed, padded inside",
+        "each document of a row is padded to a multiple of 3",
+        "shards of documents that do not divide by 2 W",
+        "NVIDIA/TransformerEngine/issues/3331",
+        packed=True,
+        multiple=3,
     ),
     TrainingCase(
         "packed window",
@@ -181,7 +191,9 @@ class _Batches(Dataset[dict[str, Tensor]]):
     """Whole batches, the same for ranks and one process but for packing and, where a backend wants them, padding to a
     multiple and position ids."""
 
-    def __init__(self, lengths: tuple[tuple[int, ...], ...], packed: bool, left: bool, multiple: int = 1) -> None:
+    def __init__(
+        self, lengths: tuple[tuple[int, ...], ...], packed: bool, left: bool, multiple: int = 1, of_document: int = 1
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.batches = []
         for batch in lengths:
@@ -190,6 +202,11 @@ class _Batches(Dataset[dict[str, Tensor]]):
             labels[0][: batch[0] * 3 // 4] = -100  # all targets of the first document lie at its end
             for row in labels:
                 row[0] = -100
+            if packed:
+                ids, labels = (
+                    [functional.pad(row, (0, -len(row) % of_document), value=fill) for row in rows]
+                    for rows, fill in ((ids, 0), (labels, -100))
+                )
             made = self._packed(ids, labels) if packed else self._padded(ids, labels, left)
             if multiple > 1:
                 made.setdefault("position_ids", torch.arange(made["labels"].size(1)).expand_as(made["labels"]))
@@ -249,8 +266,8 @@ def train(case: TrainingCase, name: str) -> dict[str, Any]:
             model=model,
             args=TrainingArguments(**{**common, **case.arguments, **given}),
             data_collator=lambda batches: batches[0],
-            train_dataset=_Batches(LENGTHS, packed, case.left, multiple),
-            eval_dataset=_Batches(EVAL_LENGTHS, packed, case.left, multiple),
+            train_dataset=_Batches(LENGTHS, packed, case.left, multiple, case.multiple),
+            eval_dataset=_Batches(EVAL_LENGTHS, packed, case.left, multiple, case.multiple),
         )
         trainer.remove_callback(PrinterCallback)
         return trainer

@@ -111,7 +111,7 @@ BACKENDS = [
         setup="the same behind the hooks that Accelerator.prepare attaches to a model with cp_size",
         documented=dict.fromkeys(
             ("documents", "many documents", "rows of documents", "bidirectional documents", "bidirectional", "prefix",
-             "padding left", "packed"),
+             "padding left", "packed", "packed, padded inside"),
             _CAUSAL_ONLY,
         ),
     ),
