@@ -249,3 +249,15 @@ def test_remembered_sequences_are_bounded_by_their_bytes(monkeypatch: pytest.Mon
         made = [weakref.ref(ShardedSequence.of(IntervalMask.sliding_window(40, w), ONE, group)) for w in range(1, 20)]
         gc.collect()
         assert [ref() is not None for ref in made] == [False] * (19 - expected) + [True] * expected
+
+
+def test_the_mask_that_was_asked_for_longest_ago_is_forgotten() -> None:
+    world = LoopbackWorld(2)  # which the sequence does not keep
+    sequence = ShardedSequence(CAUSAL, ZIGZAG, world.groups[0])
+    masks = [IntervalMask.sliding_window(CAUSAL.seq_len, window) for window in range(1, 18)]
+    first, second = sequence & masks[0], sequence & masks[1]
+    for mask in masks[2:]:
+        assert (sequence & masks[0]) is first
+        _ = sequence & mask
+    assert (sequence & masks[0]) is first
+    assert (sequence & masks[1]) is not second
