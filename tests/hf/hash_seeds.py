@@ -34,7 +34,7 @@ def train(rank: int, world_size: int, store: str) -> None:
     os._exit(0)
 
 
-def start(seeds: list[int], timeout: float = 170.0) -> list[str]:
+def start(seeds: list[int], timeout: float = 600.0) -> list[str]:
     """What each rank prints, with `proved` in its last line if all families trained."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = []

@@ -193,7 +193,7 @@ def test_ranks_may_call_a_module_in_another_order(family):
 
 @pytest.mark.long
 def test_ranks_with_other_hash_seeds():
-    for said in hash_seeds.start([0, 1]):
+    for said in hash_seeds.start([0, 1], timeout=170.0):
         assert "proved" in said, said
 
 
