@@ -26,6 +26,7 @@ import inspect
 import logging
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ringtile.errors import InputError, RefusedError
-from ringtile.hf.batch import waiting_batch
+from ringtile.hf.batch import active_batch, waiting_batch
 from ringtile.hf.dropout import drops_attention
 from ringtile.hf.images import Images, Rows, deal, layout_of, read
 from ringtile.hf.model import towers
@@ -56,6 +57,17 @@ def install(model: PreTrainedModel, group: Group | None, patches: Patches) -> No
     """Splits the towers of a model, in the forward passes of batches that are sharded behind them (hf/seam.py)."""
     for path, tower in towers(model).items():
         split(tower, path, group, patches, _in_step)
+    patches.on_restore(model.register_forward_hook(_leave_out_features).remove)
+
+
+def _leave_out_features(module: nn.Module, args: Any, output: Any) -> None:
+    """Takes what towers return out of the outputs of a training step, among which transformers 5.24 hands it on: DDP
+    would wait for gradients of weights that nothing but these outputs shows, such as a tower's last norm."""
+    if not module.training or active_batch() is None or not isinstance(output, ModelOutput):
+        return
+    for name in [name for name, value in output.items() if isinstance(value, Features)]:
+        setattr(output, name, None)
+        OrderedDict.__delitem__(output, name)
 
 
 def _in_step() -> bool:
