@@ -88,6 +88,7 @@ _ASYNC = "its completions come from processes of their own, one of which feeds e
 _REFUSED_TRAINERS = {"AsyncGRPOTrainer": _ASYNC, "AsyncDistillationTrainer": _ASYNC}
 # Modules whose compute_loss reads nothing of a model but what it says of each token by itself.
 _SHARE_ROWS = {f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "reward")}
+_COUNT_GROUPS = ("transformers.", "trl.", "axolotl.")  # packages that count items as ParallelismConfig asks
 _CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 _FULL_MASKS = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _CROSS_ATTENTION = ("encoder_attn", "crossattention")  # of decoders; without an encoder's output they do not run
@@ -414,6 +415,13 @@ def _check_parallelism(trainer: Trainer) -> None:
             "the model was sharded while it was loaded (distributed_config), and reduces its gradients itself, which "
             "was not tested under context parallelism; expected one that accelerate shards: load it without "
             "distributed_config, and set fsdp in TrainingArguments"
+        )
+    home = _home(trainer, "get_batch_samples")
+    if parallelism is not None and parallelism.cp_enabled and not home.__module__.startswith(_COUNT_GROUPS):
+        raise RefusedError(
+            f"{home.__name__}.get_batch_samples replaces that of transformers.Trainer, with ParallelismConfig.cp_size "
+            f"> 1; expected transformers' own, which divides the number of items by cp_size: leave cp_size at 1 and "
+            f"set context_parallel_size in ringtile's configuration, under which each item counts once"
         )
     if parallelism is not None and parallelism.cp_enabled and not trainer.args.average_tokens_across_devices:
         raise RefusedError(
