@@ -61,9 +61,10 @@ def install(model: PreTrainedModel, group: Group | None, patches: Patches) -> No
 
 
 def _leave_out_features(module: nn.Module, args: Any, output: Any) -> None:
-    """Takes what towers return out of the outputs of a training step, among which transformers 5.24 hands it on: DDP
-    would wait for gradients of weights that nothing but these outputs shows, such as a tower's last norm."""
-    if not module.training or active_batch() is None or not isinstance(output, ModelOutput):
+    """Takes what towers return out of a model's outputs on shards, among which transformers 5.24 hands it on. DDP would
+    wait for gradients of weights that nothing but these outputs shows, such as a tower's last norm, and an evaluation
+    cannot gather them."""
+    if active_batch() is None or not isinstance(output, ModelOutput):
         return
     for name in [name for name, value in output.items() if isinstance(value, Features)]:
         setattr(output, name, None)
