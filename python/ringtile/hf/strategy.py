@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -41,25 +41,10 @@ from ringtile.hf.positions import Positions
 from ringtile.hf.seam import Seam
 from ringtile.hf.shared_rows import key_of_tree, share, unfold
 
+if TYPE_CHECKING:
+    from ringtile.hf.first_batch import FirstBatch
+
 LossOf = Callable[[nn.Module, dict[str, Any]], Tensor | None]
-
-
-class Proof(Protocol):
-    """Of the first batch (hf/first_batch.py)."""
-
-    @property
-    def waits(self) -> bool: ...
-
-    def before(
-        self,
-        model: nn.Module,
-        inputs: Mapping[str, Any],
-        loss_of: LossOf,
-        *,
-        num_items: int = 1,
-        named: str = "the loss",
-        numbers_of: object = None,
-    ) -> None: ...
 
 
 class Strategy(abc.ABC):
@@ -87,7 +72,7 @@ class Strategy(abc.ABC):
         self.positions = Positions(base, patches)
         self.of_model: frozenset[str] = frozenset()  # what the model takes besides text
         self.num_batches = 0  # that were sharded
-        self.proof: Proof | None = None
+        self.proof: FirstBatch | None = None
         self.trace: Trace | None = None  # of the first batch, while it is proved
         self.calls: tuple[int, int] | None = None  # of ringtile's attention and recurrences, when it was proved
         self.call_at_seam: Call | None = None  # of the first batch, before the language model
