@@ -276,10 +276,10 @@ def _agreed(
         fields["sinks"] = call.sinks.size(0)
     if sequence.ring.heads is not None:
         fields["return_lse"] = str(call.returns_lse)
-    step, data = 0, 0
+    step = data = 0
     if (drop := call.dropout) is not None:
         fields |= {"dropout": drop.probability, "dropout seed": drop.seed, "dropout stream": drop.stream}
         step = drop.step  # not among the terms, which would be new in every step
         if drop.rows.is_cpu:
-            data = zlib.crc32(str(drop.rows.tolist()).encode(), data)
+            data = zlib.crc32(str(drop.rows.tolist()).encode())
     return transport.agree(op, fields, qkv[0].device, forward_call=forward_call, data=data, step=step)
