@@ -80,7 +80,6 @@ TRAINERS = [
     settings("OwnInputs._prepare_inputs replaces that of transformers.Trainer", trainer_class=OwnInputs),
     settings("its completions come from processes of their own", trainer_class=AsyncGRPOTrainer),
     of_change("model_init", lambda trainer: setattr(trainer, "model_init", tiny_model)),
-    of_change("use_liger_kernel", lambda trainer: setattr(trainer.args, "use_liger_kernel", True)),
     of_change("training_step", lambda trainer: setattr(trainer, "training_step", lambda *args: None)),
     of_change("tensor parallelism of size 2", lambda trainer: setattr(trainer.model, "_tp_size", 2)),
     of_change(

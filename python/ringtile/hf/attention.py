@@ -45,6 +45,7 @@ WITHOUT_EFFECT = frozenset(
         *("labels", "shift_labels", "num_items_in_batch"),  # of the loss
         # Of what is returned.
         *("logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        "skip_logits",  # which a Trainer that uses Liger says in evaluation
         "deterministic",  # a switch of flash-attention's kernels
     }
 )

@@ -60,6 +60,9 @@ def install_balancing_loss(wrapped: nn.Module, model: PreTrainedModel, patches: 
         files.add(sys.modules[type(model).__module__])
     elif not hasattr(model.config.get_text_config(), "output_router_logits"):
         return  # a dense model, of which nothing asks for the loss
+    forward_file = sys.modules.get(model.forward.__module__)
+    if forward_file is not None and hasattr(forward_file, _NAME):  # Liger's forward passes have a name of their own
+        files.add(forward_file)
 
     def without_share(module: Any, args: Any, outputs: Any) -> None:
         """Callers of the model log the balancing loss, or add it to a loss of their own."""

@@ -30,6 +30,7 @@ from ringtile.hf.batch import CHECKPOINTING
 from ringtile.hf.dropout import drops_attention
 from ringtile.hf.families import SAMPLING, WHOLE_SEQUENCES
 from ringtile.hf.layers import RECURRENT_TYPES, known_types, num_layers
+from ringtile.hf.liger import check_liger
 from ringtile.hf.model import INSTEAD, text_modules
 from ringtile.hf.model_loss import is_sum_over_tokens, shifts_labels
 from ringtile.hf.parallelism import parallelism_of
@@ -124,11 +125,6 @@ def check_trainer(trainer: Trainer) -> None:
     _check_touch_points(trainer)
     args, name = trainer.args, type(trainer).__name__
     refused = {
-        "use_liger_kernel": (
-            args.use_liger_kernel,
-            "its kernels need a GPU, on which none has been compared with one process; tiled_mlp and tiled_loss save "
-            "the same memory",
-        ),
         "model_init": (trainer.model_init is not None, "it replaces the model after ringtile has prepared it"),
         "eval_use_gather_object": (
             args.eval_use_gather_object,
@@ -143,6 +139,7 @@ def check_trainer(trainer: Trainer) -> None:
     for setting, (is_set, reason) in refused.items():
         if is_set:
             raise RefusedError(f"{name} uses {setting}; unset it under context parallelism: {reason}")
+    check_liger(trainer)
     _check_parallelism(trainer)
 
 

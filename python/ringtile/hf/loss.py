@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, RefusedError, shown
-from ringtile.hf.mlp import from_liger
+from ringtile.hf.liger import from_liger
 from ringtile.hf.patches import Patches
 from ringtile.ops import state_dtype
 from ringtile.tiled.loss import loss_tile_tokens, tiled_linear_cross_entropy
@@ -137,7 +137,11 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, patches: Patches)
     """
     name = type(model).__name__
     if from_liger(model):
-        raise ConfigError(f"tiled_loss: Liger has replaced the forward of {name}; turn one of the two off")
+        raise ConfigError(
+            f"tiled_loss: Liger has replaced the forward of {name} by one with a fused loss, which needs no tiles; "
+            "expected one of the two: set tiled_loss: false, or, for a Trainer, "
+            "liger_kernel_config={'fused_linear_cross_entropy': False}"
+        )
     if model.loss_function is not ForCausalLMLoss:
         raise RefusedError(
             f"tiled_loss: {name} computes its loss with {shown(model.loss_function)}, expected ForCausalLMLoss"

@@ -13,6 +13,7 @@ from transformers.utils.output_capturing import _active_collector
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, RefusedError, shown
+from ringtile.hf.liger import from_liger
 from ringtile.hf.mlp_search import find_mlps
 from ringtile.hf.patches import Patches
 from ringtile.tiled.mlp import check_parts, run_tiles
@@ -41,12 +42,6 @@ def install_tiled_mlp(model: nn.Module, config: Config, patches: Patches) -> Non
     _tile_mlps(model, config.tile_tokens, config.tiled_mlp_num_shards, config.tiled_mlp_use_original_mlp, patches)
 
 
-def from_liger(module: nn.Module) -> bool:
-    """Whether Liger has replaced the module's class or its forward."""
-    homes = (type(module).__module__, getattr(module.forward, "__module__", None) or "")
-    return any(home.split(".")[0] == "liger_kernel" for home in homes)
-
-
 def _tile_mlps(
     model: nn.Module, tile_tokens: int, num_shards: int | None, use_original_mlp: bool, patches: Patches
 ) -> None:
@@ -64,8 +59,8 @@ def _tile_mlps(
         if from_liger(module) and not use_original_mlp:
             raise ConfigError(
                 f"{name} is Liger's MLP, which tiled_mlp would replace by ringtile's GLU kernels; set "
-                "tiled_mlp_use_original_mlp: true to run Liger's in tiles, or turn Liger's GLU off (swiglu=False, "
-                "geglu=False)"
+                "tiled_mlp_use_original_mlp: true to run Liger's in tiles, or turn Liger's GLU off (for a Trainer, "
+                "liger_kernel_config={'swiglu': False}, or 'geglu')"
             )
         check_parts(module)
         _gather_as_one(module, patches)

@@ -23,6 +23,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaske
 
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import active_batch
+from ringtile.hf.liger import watch_fused_loss
 from ringtile.hf.patches import Patches
 from ringtile.ops import state_dtype
 
@@ -67,6 +68,7 @@ def watch_loss(wrapped: nn.Module, model: PreTrainedModel, patches: Patches) -> 
     """
     shifts = shifts_labels(model)
     patches.set(model, "_loss_function", functools.partial(_watched_loss, model.loss_function, shifts))
+    watch_fused_loss(model, lambda original, *args, **kwargs: _watched_loss(original, shifts, *args, **kwargs), patches)
     if not shifts:
         part = _PartOfMean(type(model).__name__)
         patches.on_restore(wrapped.register_forward_hook(part.replace_loss, with_kwargs=True).remove)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.errors import RefusedError
-from ringtile.hf.mlp import TiledForward, from_liger, own_forward
+from ringtile.hf.liger import from_liger
+from ringtile.hf.mlp import TiledForward, own_forward
 from ringtile.hf.patches import Patches
 from ringtile.tiled.mlp import run_tiles
 from ringtile.tiled.module_state import ModuleState

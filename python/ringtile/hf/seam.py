@@ -25,7 +25,7 @@ _OF_TEXT = frozenset(
     {
         *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "kwargs"),
         *(*CACHES, "use_cache", "cache_position", "num_items_in_batch", "logits_to_keep", "return_dict"),
-        *("output_attentions", "output_hidden_states", "output_router_logits", "lm_kwargs"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "skip_logits", "lm_kwargs"),
     }
 )
 _LOCAL = frozenset({"labels", "shift_labels", "num_items_in_batch"})  # sharded before the model, of which they are

@@ -21,6 +21,7 @@ from ringtile.hf.checkpoints import Checkpoints
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.gc_callback import CollectGarbage
 from ringtile.hf.group import ContextParallelGroup
+from ringtile.hf.liger import apply_liger
 from ringtile.hf.loss import install_tiled_loss
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.loss_on_shards import LossOnShards
@@ -110,6 +111,7 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
     if trainer.args.process_index == 0:
         _show_log(patches)
     base = model.base_model(trainer.model)
+    apply_liger(trainer, patches)
     if config.tiled_mlp:
         install_tiled_mlp(base, config, patches)
     if config.tiled_norm:
