@@ -243,6 +243,27 @@ MUTANTS = [
         source="NVIDIA-NeMo/Automodel#3414",
     ),
     Mutant(
+        "peers: a scheme sends nothing",
+        "python/ringtile/sequence/heads.py",
+        "        exchange = transport.exchange(sends, receives, what)\n\n        def wait() -> list[Tensor]:\n",
+        "        for received in receives.values():\n            received.zero_()\n"
+        "        exchange = transport.exchange({}, {}, what)\n\n        def wait() -> list[Tensor]:\n",
+        "tests/attn/test_schemes.py -k definition",
+        source="NVIDIA-NeMo/Megatron-Bridge#2667",
+        case="ringtile-ulysses: causal",
+    ),
+    Mutant(
+        "peers: heads and tails of documents are cut document after document",
+        "python/ringtile/sequence/layout.py",
+        "            for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):\n"
+        "                rank = (min(chunk, 2 * world_size - 1 - chunk) + document) % world_size\n",
+        "            chunks = list(itertools.pairwise(bounds))\n"
+        "            for first, last in [x for i in range(world_size) for x in (chunks[i], chunks[-1 - i])]:\n"
+        "                rank = min(sum(held) * world_size // sum(lengths), world_size - 1)\n",
+        "tests/sequence/test_balance.py -k equal_work",
+        source="pytorch/pytorch#189902",
+    ),
+    Mutant(
         "peers: the loss is multiplied by the number of ranks",
         "python/ringtile/hf/loss_on_shards.py",
         "                return original(model, local, return_outputs=return_outputs, num_items_in_batch="
@@ -262,7 +283,7 @@ def table() -> str:
         repository, _, number = mutant.source.partition("#")
         source = f"[{repository.partition('/')[2]}#{number}](https://github.com/{repository}/issues/{number})"
         test = mutant.test.partition(" ")[0]
-        case = f"`{mutant.case}`" if mutant.case else "none: images"
+        case = f"`{mutant.case}`" if mutant.case else "none"
         rows.append(f"| {mutant.name.removeprefix('peers: ')} | {source} | {case} | `{test}` |")
     return "\n".join([*rows, ""])
 

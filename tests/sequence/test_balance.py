@@ -117,9 +117,9 @@ def test_documents_are_cut_each_by_itself(world_size: int, data: st.DataObject) 
         begin += length
 
 
-def test_documents_of_whole_chunks_have_equal_work() -> None:
-    lengths = [16, 48, 32]
-    layout = Layout.per_document(lengths, 4)
+@pytest.mark.parametrize(("lengths", "world_size"), [([16, 48, 32], 4), ([4, 12], 2)])
+def test_documents_of_whole_chunks_have_equal_work(lengths: list[int], world_size: int) -> None:
+    layout = Layout.per_document(lengths, world_size)
     assert len(set(work(IntervalMask.documents(lengths), layout))) == 1
 
 
