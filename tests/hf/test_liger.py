@@ -21,7 +21,7 @@ from ringtile.hf.liger import from_liger
 from transformers import LlamaForCausalLM
 
 LIGER = {"use_liger_kernel": True, "max_steps": 2, "gradient_accumulation_steps": 1, "num_rows": 16}
-_FORWARD = "liger_kernel.transformers.model.llama"
+_FORWARD, _COPY = "liger_kernel.transformers.model.llama", "another_package.llama"
 CONFIG = {"context_parallel_size": 2, "first_batch_check": True}
 
 
@@ -31,8 +31,12 @@ def train_with_liger(config: dict[str, Any] | None, options: dict[str, Any]) -> 
         if options.get("trainer_class") == "trl.DPOTrainer":
             options = options | {"trainer_arguments": {"ref_model": tiny_model(seed=3)}}
         options = LIGER | options
-        if options.pop("patches_class", False):
-            patch.setattr(LlamaForCausalLM, "forward", importlib.import_module(_FORWARD).lce_forward)
+        if (name := options.pop("class_forward", None)) is not None:
+            spec = importlib.util.find_spec(_FORWARD)
+            spec = importlib.util.spec_from_file_location(name, spec.origin)
+            patch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
+            spec.loader.exec_module(sys.modules[name])
+            patch.setattr(LlamaForCausalLM, "forward", sys.modules[name].lce_forward)
         return train(config, **options), losses.calls
 
 
@@ -86,9 +90,10 @@ def test_balancing_loss_of_ligers_forward_is_that_of_the_group() -> None:
     assert check({"family": "mixtral-balanced", "collator": packed, "learning_rate": 0.01, "evaluate": False}) > 0
 
 
-def test_forward_that_liger_has_given_the_class_is_watched_too() -> None:
-    """As axolotl does before it loads a model."""
-    assert check({"use_liger_kernel": False, "patches_class": True}) > 0
+@pytest.mark.parametrize("is_copy", [False, True], ids=["Liger's", "of another package"])
+def test_forward_with_the_fused_loss_may_be_the_class_s(is_copy) -> None:
+    """As axolotl has it before it loads a model: Liger's, or one of its own."""
+    assert check({"use_liger_kernel": False, "class_forward": _COPY if is_copy else _FORWARD, "evaluate": False}) > 0
 
 
 # ---- tiles --------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, RefusedError, shown
-from ringtile.hf.liger import from_liger
+from ringtile.hf.liger import has_fused_loss
 from ringtile.hf.patches import Patches
 from ringtile.ops import state_dtype
 from ringtile.tiled.loss import loss_tile_tokens, tiled_linear_cross_entropy
@@ -136,9 +136,9 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, patches: Patches)
     ConfigError: Liger has replaced the model's forward.
     """
     name = type(model).__name__
-    if from_liger(model):
+    if has_fused_loss(model):
         raise ConfigError(
-            f"tiled_loss: Liger has replaced the forward of {name} by one with a fused loss, which needs no tiles; "
+            f"tiled_loss: the forward of {name} was replaced by one with Liger's fused loss, which needs no tiles; "
             "expected one of the two: set tiled_loss: false, or, for a Trainer, "
             "liger_kernel_config={'fused_linear_cross_entropy': False}"
         )
