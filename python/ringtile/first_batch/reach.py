@@ -58,8 +58,8 @@ class Reach:
     def add_numbers(self, owner: Any) -> None:
         """Adds the attributes of an object that are numbers, or hold nothing but numbers."""
         held = vars(owner)
-        kept = {name: value for name, value in held.items() if _is_numbers(name, value)}
-        self._undo.append(partial(_put_back_attributes, held, kept, _is_numbers))
+        kept = {name: value for name, value in held.items() if _is_numbers(value)}
+        self._undo.append(partial(_put_back_attributes, held, kept, lambda name, value: _is_numbers(value)))
         for name, value in kept.items():
             self.add(value, f"{type(owner).__name__}.{name}")
 
@@ -211,12 +211,12 @@ _CONSTANT = (int, float, complex, str, bytes, type, types.ModuleType, torch.dtyp
 _RESTORED = (bool, int, float, str, type(None), list, deque, set, tuple, dict, Tensor)  # attributes of library modules
 
 
-def _is_numbers(name: str, value: Any) -> bool:
+def _is_numbers(value: Any) -> bool:
     """Whether it is a number, or holds nothing but numbers."""
     if isinstance(value, dict):
-        return len(value) <= _MOST and all(_is_numbers(name, x) for pair in value.items() for x in pair)
+        return len(value) <= _MOST and all(_is_numbers(x) for pair in value.items() for x in pair)
     if isinstance(value, list | deque | set | tuple):
-        return len(value) <= _MOST and all(_is_numbers(name, x) for x in value)
+        return len(value) <= _MOST and all(_is_numbers(x) for x in value)
     return isinstance(value, bool | int | float | str | None)
 
 
