@@ -151,8 +151,8 @@ def check_deepspeed(trainer: Trainer, model: PreTrainedModel) -> None:
     args, plugin = trainer.args, trainer.accelerator.state.deepspeed_plugin
     if plugin is None or plugin.zero_stage != 3:
         return
-    modules = [args, *model.modules()]  # in a model, each checkpointed layer says so
-    checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in modules)
+    of_layers = (getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    checkpoints = getattr(args, CHECKPOINTING) or any(of_layers)
     kwargs = getattr(args, f"{CHECKPOINTING}_kwargs")
     reentrant = isinstance(kwargs, dict) and kwargs.get("use_reentrant", False)  # these compare no tensors
     frozen = not all(parameter.requires_grad for parameter in model.parameters())

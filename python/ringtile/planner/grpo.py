@@ -6,19 +6,19 @@ its prompt, C of its completion, V vocabulary, E hidden size, G kv heads, D head
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ringtile.errors import ConfigError, RefusedError
+from ringtile.first_batch.unchanged import without_checkpoints
 from ringtile.hf.families import CACHES
 from ringtile.hf.patches import Patches
 from ringtile.planner.live import Live
@@ -120,7 +120,7 @@ class Generation:
             mask = torch.empty((self.rows, seen + num_tokens), dtype=torch.int64)
         taken = inspect.signature(type(self.model).forward).parameters
         inputs = {"input_ids": ids, "attention_mask": mask, next(name for name in CACHES if name in taken): self.cache}
-        with torch.no_grad(), not_checkpointing(self.model):
+        with torch.no_grad(), without_checkpoints(self.model):  # as TRL generates: beside them there is no cache
             self.call(self.model, **inputs, use_cache=True, logits_to_keep=1)
 
     def skip(self, num_tokens: int) -> None:
@@ -129,16 +129,3 @@ class Generation:
         for index, layer in enumerate(layers):
             new = (x.new_empty((*x.shape[:2], num_tokens, x.size(3))) for x in (layer.keys, layer.values))
             self.cache.update(*new, index)
-
-
-@contextlib.contextmanager
-def not_checkpointing(model: nn.Module) -> Iterator[None]:
-    """As TRL generates and scores: under gradient checkpointing, transformers keeps no cache."""
-    modules: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    for module in modules:
-        module.gradient_checkpointing = False
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.gradient_checkpointing = True

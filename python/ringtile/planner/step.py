@@ -31,6 +31,7 @@ from transformers.masking_utils import sdpa_mask
 from ringtile.attn.attention import RingAttention
 from ringtile.attn.call import AttentionCall
 from ringtile.errors import RefusedError
+from ringtile.first_batch.unchanged import without_checkpoints
 from ringtile.hf import checks, recurrent
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active
 from ringtile.hf.layers import mask_of_layer
@@ -256,7 +257,7 @@ class TrainingStep:
         inputs, loaded = self._inputs(seq_len, local_len)
         for model in (self._model, self._reference):
             if model is not None:
-                with torch.no_grad(), grpo.not_checkpointing(model):
+                with torch.no_grad(), without_checkpoints(model):
                     self._call(model, **inputs, use_cache=False)
         del loaded
 

@@ -25,6 +25,7 @@ from ringtile.cli.gauntlet.backends import backend
 from ringtile.cli.report import MAX_REL_LOSS_DIFF, max_rel_diff
 from ringtile.cli.tiny_models import VOCABULARY, tiny_config, tiny_model
 from ringtile.cli.tiny_training import differences, equal
+from ringtile.hf.batch import CHECKPOINTING
 
 LENGTHS = ((24, 11), (17, 21), (9, 24), (22, 13))  # of the documents of each batch
 EVAL_LENGTHS = ((24, 11), (19,))  # the last batch is smaller
@@ -175,7 +176,7 @@ CASES = [
         "gradient_checkpointing",
         "a layer that is computed again counts twice",
         "NVIDIA/Megatron-LM/issues/1478",
-        arguments={"gradient_checkpointing": True},
+        arguments={CHECKPOINTING: True},
     ),
     TrainingCase(
         "tiled",
