@@ -1,338 +1,29 @@
-"""Losses and models of users: whatever they write, the check of the first batch leaves it as it was, and what they do
-with the model is that of one process, or refused."""
-
-import collections
+"""What losses of users do with the model is that of one process, or refused."""
 
 import numpy as np
 import pytest
 import ringtile
 import torch
-from hf_engines import full_weights
 from hf_models import tiny_model
 from hf_training import Messages, Padded, failure_of, make_rows, make_trainer
+from losses import OwnMean, of_tokens
 from pool import run_ranks
 from ringtile.hf.trainer import first_batch_of
-from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel, Trainer
 
-OUTSIDE: list[float] = []
-COUNT = 0
-
-
-def _of_tokens(logits, labels, reduction="sum"):
-    return functional.cross_entropy(
-        logits[:, :-1].transpose(1, 2), labels[:, 1:], ignore_index=-100, reduction=reduction
-    )
-
-
-class Own(Trainer):
-    """A mean of one's own; `after` is what else a subclass does with it."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        loss = self.after(_of_tokens(outputs.logits, labels) / (labels[:, 1:] != -100).sum(), outputs)
-        return (loss, outputs) if return_outputs else loss
-
-    def after(self, loss, outputs):
-        return loss
-
-
-# ---- losses that write --------------------------------------------------------------------------
-
-
-class Meter:
-    def __init__(self):
-        self.sum, self.count = 1.0, 0
-
-
-class Ema(Own):
-    """The weight of a second term follows the first one, in an object."""
-
-    def after(self, loss, outputs):
-        self.meter = getattr(self, "meter", None) or Meter()
-        self.meter.sum = 0.5 * self.meter.sum + 0.5 * float(loss)
-        self.meter.count += 1
-        return loss + 0.1 * outputs.logits.square().mean() * self.meter.sum
-
-    def held(self):
-        return vars(self.meter)
-
-
-class Containers(Own):
-    def after(self, loss, outputs):
-        self.queue = getattr(self, "queue", collections.deque(maxlen=3))
-        self.array = getattr(self, "array", np.zeros(2))
-        self.queue.append(float(loss))
-        self.array += float(loss)
-        OUTSIDE.append(float(loss))
-        return loss
-
-    def held(self):
-        return list(self.queue), self.array.tolist(), list(OUTSIDE)
-
-
-class Queue(Trainer):
-    """Embeddings of past batches, in a tensor of the Trainer (MoCo)."""
-
-    queue, at = None, 0
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if self.queue is None:
-            self.queue = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
-        outputs = model(**inputs, output_hidden_states=True)
-        found = functional.normalize(outputs.hidden_states[-1].mean(1), dim=-1)
-        scores = torch.cat([(found * found.detach()).sum(1, keepdim=True), found @ self.queue.clone().T], 1)
-        self.queue[self.at : self.at + len(found)] = found.detach()
-        self.at += len(found)
-        return outputs.loss + functional.cross_entropy(scores, torch.zeros(len(found), dtype=torch.long))
-
-    def held(self):
-        return self.queue
-
-
-class Center(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("center", torch.zeros(32))
-
-    def forward(self, x):
-        loss = (x - self.center).square().mean()
-        self.center.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
-        return loss
-
-
-class Criterion(Trainer):
-    criterion = None
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self.criterion = self.criterion or Center()
-        outputs = model(**inputs, output_hidden_states=True)
-        return outputs.loss + self.criterion(outputs.hidden_states[-1])
-
-    def held(self):
-        return self.criterion.center
-
-
-class InPlace(Own):
-    """Moves the labels on and masks ids in the tensors of the batch."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels, ids = inputs["labels"], inputs["input_ids"]
-        labels[:, 1:] = labels[:, :-1].clone()
-        left = (ids > 4).nonzero()[::3]
-        ids[left[:, 0], left[:, 1]] = 4
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-
-class Logs(Own):
-    def after(self, loss, outputs):
-        self.log({"term": float(outputs.logits.square().mean())})
-        return loss * (1 + float(torch.rand(())) + np.random.rand())  # noqa: NPY002
-
-
-WRITING = (Ema, Containers, Queue, Criterion, InPlace, Logs)
-
-
-def _left_behind(trainer, config):
-    """Everything that a training leaves behind, and how often its loss was called."""
-    global COUNT
-    calls, compute_loss = 0, type(trainer).compute_loss
-
-    def counted(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        return compute_loss(*args, **kwargs)
-
-    np.random.seed(0)  # noqa: NPY002
-    torch.manual_seed(0)
-    OUTSIDE.clear()
-    COUNT = 0
-    type(trainer).compute_loss = counted
-    try:
-        ringtile.enable(trainer, {"context_parallel_size": 2, **config})
-        trainer.train()
-        proof = first_batch_of(trainer)
-        ringtile.restore(trainer)
-    finally:
-        type(trainer).compute_loss = compute_loss
-    logs = [
-        {k: v for k, v in line.items() if "runtime" not in k and "second" not in k}
-        for line in trainer.state.log_history
-    ]
-    held = getattr(trainer, "held", lambda: None)()
-    drawn = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    return {"logs": logs, "held": held, "drawn": drawn, "weights": full_weights(trainer.model)}, calls, proof
-
-
-def _assert_same_bits(got, expected):
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(got, expected)
-    elif isinstance(expected, dict):
-        assert got.keys() == expected.keys()
-        for name in expected:
-            _assert_same_bits(got[name], expected[name])
-    elif isinstance(expected, list | tuple):
-        assert len(got) == len(expected)
-        for x, y in zip(got, expected, strict=True):
-            _assert_same_bits(x, y)
-    else:
-        assert got == expected
-
-
-def _with_and_without():
-    found = {}
-    for cls in WRITING:
-        runs = []
-        for proved in (True, False):
-            trainer = make_trainer(trainer_class=cls, learning_rate=0.1, gradient_accumulation_steps=1, max_steps=2)
-            runs.append(_left_behind(trainer, {"first_batch_check": proved}))
-        found[cls.__name__] = runs
-    return found
-
-
-def test_losses_that_write_run_once_and_train_as_without_the_check():
-    for found in run_ranks(2, _with_and_without, timeout=120.0):
-        for (proved, calls, proof), (unproved, calls_without, _) in found.values():
-            _assert_same_bits(proved, unproved)
-            assert calls == calls_without == 2  # the steps
-            assert proof.num_modules > 20
-
-
-# ---- models that write --------------------------------------------------------------------------
-
-ROOT = {"calls": 0}
-
-
-def _helper():
-    global COUNT
-    COUNT += 1
-    ROOT["calls"] += 1
-
-
-def _closure():
-    seen = []
-
-    def hook(module, args, output):
-        seen.append(len(seen))
-
-    return seen, hook
-
-
-class Writing(nn.Module):
-    """Writes whatever a module can reach."""
-
-    of_class = 0
-
-    def __init__(self, mlp):
-        super().__init__()
-        self.mlp, self._calls, self.meter, self.seen = mlp, 0, Meter(), [0]
-        self.tensor, self.array, self.deep = torch.zeros(2), np.zeros(2), {"a": [{}]}
-        self.register_buffer("mean", torch.zeros(()))
-        self.generator = np.random.default_rng(0)
-
-    def forward(self, x):
-        _helper()
-        type(self).of_class += 1
-        self._calls += 1
-        self.meter.count += 1
-        self.seen.append(self._calls)
-        self.tensor += 1
-        self.array += 1
-        self.deep["a"][0][self._calls] = 1
-        self.mean.add_(1)
-        self.made = self.generator.random()
-        return self.mlp(x)
-
-    def held(self):
-        held = [COUNT, dict(ROOT), Writing.of_class, self._calls, self.meter.count, list(self.seen), self.deep]
-        return [*held, self.tensor, self.array.tolist(), self.mean, getattr(self, "made", None)]
-
-
-class HeldInModel(Trainer):
-    def held(self):
-        return self.writing.held(), list(self.seen)
-
-
-def _trained_with_a_model_that_writes(proved):
-    Writing.of_class, ROOT["calls"] = 0, 0
-    model = tiny_model().train()
-    writing = model.model.layers[0].mlp = Writing(model.model.layers[0].mlp)
-    seen, hook = _closure()
-    model.model.layers[1].register_forward_hook(hook)
-    trainer = make_trainer(model=model, trainer_class=HeldInModel, max_steps=2, gradient_accumulation_steps=1)
-    trainer.writing, trainer.seen = writing, seen
-    return _left_behind(trainer, {"first_batch_check": proved})
-
-
-def test_a_model_that_writes_trains_as_without_the_check():
-    proved, unproved = (run_ranks(2, _trained_with_a_model_that_writes, proved) for proved in (True, False))
-    for (got, _, proof), (expected, _, _) in zip(proved, unproved, strict=True):
-        assert expected["held"][0][0] == 2  # it writes in every forward pass
-        _assert_same_bits(got, expected)
-        assert proof.num_modules > 20
-
-
-def _trained_with(change):
-    model = tiny_model().train()
-    change(model.model.layers[0].mlp)
-    trainer = make_trainer(model=model, max_steps=1)
-    with Messages() as said:
-        ringtile.enable(trainer, {"context_parallel_size": 2})
-        trainer.train()
-        proof = first_batch_of(trainer)
-        ringtile.restore(trainer)
-    return said, proof, trainer.state.global_step
-
-
-def _draws_from_an_iterator(mlp):
-    numbers = iter(range(1000))
-    mlp.register_forward_hook(lambda module, args, output: next(numbers) and None)
-
-
-def _trained_on_long_rows():
-    model = tiny_model(max_position_embeddings=1024).train()
-
-    def check(module, args, output):
-        if output.size(1) not in (350, 352):  # a shard of the whole row
-            raise ValueError("blocks of 350")
-
-    model.model.layers[0].mlp.register_forward_hook(check)
-    rows = [{"input_ids": [3] * 700, "labels": [3] * 700}] * 4
-    trainer = make_trainer(model=model, max_steps=1, trainer_arguments={"train_dataset": rows})
-    with Messages() as said:
-        ringtile.enable(trainer, {"context_parallel_size": 2})
-        trainer.train()
-        ringtile.restore(trainer)
-    return said, trainer.state.global_step
-
-
-def test_what_cannot_be_put_back_is_not_proved():
-    (said, *_), _ = runs = run_ranks(2, _trained_with, _draws_from_an_iterator)
-    assert "range_iterator, which cannot be put back" in said[0]
-    assert [(proof, step) for _, proof, step in runs] == [(None, 1)] * 2
-
-
-def test_a_model_that_fails_on_a_cut_trains_unproved():
-    (said, step), (_, other) = run_ranks(2, _trained_on_long_rows)
-    assert step == other == 1
-    assert "model.layers.0" in said[0]
-    assert "blocks of 350" in said[0]
-
-
 # ---- what losses do with the model --------------------------------------------------------------
 
 
-class Pointing(Own):
+class Pointing(OwnMean):
     """Logits at given tokens, and blocks of a given length: nothing that a cut has."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
         logits = model(**inputs).logits
         at = torch.tensor([650, 12, 699])
-        token = functional.pad(_of_tokens(logits, labels, "none"), (0, 1)).view(len(labels), -1, 100)
+        token = functional.pad(of_tokens(logits, labels, "none"), (0, 1)).view(len(labels), -1, 100)
         return token.mean(-1).square().mean() + functional.cross_entropy(
             logits[:, at].flatten(0, 1), labels[:, at].flatten()
         )
@@ -348,7 +39,7 @@ class Flat(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class Generating(Own):
+class Generating(OwnMean):
     def after(self, loss, outputs):
         model = self.accelerator.unwrap_model(self.model)
         with torch.no_grad():
@@ -363,10 +54,10 @@ class Penalty(Trainer):
         labels = inputs.pop("labels")
         embed = self.accelerator.unwrap_model(model).get_input_embeddings()
         embeddings = embed(inputs.pop("input_ids")).detach().requires_grad_()
-        loss = _of_tokens(model(inputs_embeds=embeddings, **inputs).logits, labels) / labels.ne(-100).sum()
+        loss = of_tokens(model(inputs_embeds=embeddings, **inputs).logits, labels) / labels.ne(-100).sum()
         (gradient,) = torch.autograd.grad(loss, embeddings, retain_graph=True)
         moved = (embeddings + 0.5 * gradient / gradient.norm()).detach()
-        return loss + _of_tokens(model(inputs_embeds=moved, **inputs).logits, labels) / labels.ne(-100).sum()
+        return loss + of_tokens(model(inputs_embeds=moved, **inputs).logits, labels) / labels.ne(-100).sum()
 
 
 class Checkpointed(Trainer):
@@ -374,7 +65,7 @@ class Checkpointed(Trainer):
         labels = inputs.pop("labels")
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         run = lambda ids, mask: model(input_ids=ids, attention_mask=mask).logits  # noqa: E731
-        return _of_tokens(checkpoint(run, ids, mask, use_reentrant=False), labels) / labels.ne(-100).sum()
+        return of_tokens(checkpoint(run, ids, mask, use_reentrant=False), labels) / labels.ne(-100).sum()
 
 
 class Counting(Trainer):
@@ -451,10 +142,10 @@ def test_what_losses_do_with_the_model_is_that_of_one_process(what):
         assert proof is not None
 
 
-class Parts(Own):
+class Parts(OwnMean):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels, inner = inputs.pop("labels"), self.accelerator.unwrap_model(model)
-        return _of_tokens(inner.lm_head(inner.model(**inputs).last_hidden_state), labels)
+        return of_tokens(inner.lm_head(inner.model(**inputs).last_hidden_state), labels)
 
 
 def _replaced_loss(trainer):
