@@ -12,6 +12,7 @@ import pytest
 import ringtile
 import torch
 from hf_models import tiny_model
+from hf_rollouts import train_rollouts
 from hf_training import Run, assert_equal_training, enter_world, make_trainer, packed, train
 from liger_kernels import stand_in
 from losses import OwnLoss
@@ -142,6 +143,20 @@ def test_tiles_of_what_liger_has_replaced_are_refused(config, words) -> None:
 def test_trl_keeps_its_own_loss(trainer) -> None:
     pytest.importorskip("trl")
     assert check({"trainer_class": f"trl.{trainer}", "evaluate": False}) == 0
+
+
+def train_grpo_with_liger(config: dict[str, Any] | None) -> Run:
+    with stand_in():
+        size = (config or {}).get("context_parallel_size", 1)
+        options = {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "beta": 0.1}
+        return train_rollouts(config, group=size, use_liger_kernel=True, **options)
+
+
+def test_grpo_keeps_its_own_loss() -> None:
+    pytest.importorskip("trl")
+    expected = train_grpo_with_liger(None)
+    for run in run_ranks(2, train_grpo_with_liger, CONFIG, timeout=200.0):
+        assert_equal_training(run, expected)
 
 
 @pytest.mark.parametrize("of_trls", [True, False], ids=["TRL's own", "the model's"])

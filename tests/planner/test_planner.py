@@ -293,7 +293,7 @@ def write_run(folder: str, **training: Any) -> pathlib.Path:
 @pytest.mark.parametrize(
     ("training", "options"),
     [
-        ({"gradient_checkpointing": True}, ["--engine", "ddp", "--gradient-checkpointing"]),
+        ({"gradient_checkpointing": True, "use_liger_kernel": True}, ["--engine", "ddp", "--gradient-checkpointing"]),
         (
             {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "activation_checkpointing": True}, "bf16": True},
             ["--engine", "fsdp2", "--gradient-checkpointing", "--bf16"],
@@ -306,13 +306,19 @@ def write_run(folder: str, **training: Any) -> pathlib.Path:
     ],
 )
 def test_the_file_of_a_run_says_what_the_options_say(
-    training: dict[str, Any], options: list[str], folder: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    training: dict[str, Any],
+    options: list[str],
+    folder: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """No data and no weights are read."""
     monkeypatch.setattr("ringtile.planner.advice.longest", lambda step, memory, known: Longest(memory, True))
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     run = str(write_run(folder, **training))
     assert main(["plan", run, "--devices", "4", "--no-switches", "--json", str(one)]) == 0
+    assert ("use_liger_kernel is not planned" in capsys.readouterr().out) == ("use_liger_kernel" in training)
     model = ["--model", folder, "--seq-len", "256", "--tiled-loss"]
     assert main(["plan", *model, *AS_OPTIONS, *options, "--json", str(two)]) == 0
     of_run, of_options = (json.loads(path.read_text()) for path in (one, two))

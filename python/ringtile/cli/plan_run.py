@@ -74,6 +74,10 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
     optimizer = str(getattr(training.get("optim"), "value", training.get("optim") or "adamw_torch"))
     if optimizer not in _OPTIMIZERS:
         print(f"note: training.optim is {optimizer}; the plan counts AdamW's state, 8 bytes a parameter")
+    if training.get("use_liger_kernel"):
+        print(
+            "note: training.use_liger_kernel is not planned: norms, GLUs and loss are those of transformers, or tiled"
+        )
     if not Scheme.parse(keys.context_parallel_scheme).is_resolved:
         print(f"note: context_parallel_scheme is {keys.context_parallel_scheme}, which ranks measure; planned as ring")
         keys = keys.model_copy(update={"context_parallel_scheme": "ring"})
