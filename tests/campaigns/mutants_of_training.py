@@ -212,6 +212,27 @@ MUTANTS = [
         "tests/hf/test_first_batch.py -k LoRA",
     ),
     Mutant(
+        "liger: train() puts its MLPs over tiled ones",
+        "python/ringtile/hf/liger.py",
+        "    if model not in _applied:\n",
+        "    if True:\n",
+        "tests/hf/test_liger.py -k leaves_tiled",
+    ),
+    Mutant(
+        "liger: the balancing loss of its forward pass is that of a shard",
+        "python/ringtile/hf/balancing_loss.py",
+        "        files.add(forward_file)\n",
+        "        pass\n",
+        "tests/hf/test_liger.py -k balancing",
+    ),
+    Mutant(
+        "liger: its fused loss is not seen",
+        "python/ringtile/hf/liger.py",
+        "            patches.share(file, _FUSED_LOSS, watched)\n",
+        "            pass\n",
+        "tests/hf/test_liger.py -k of_shards",
+    ),
+    Mutant(
         "outputs: a view of the padded row",
         "python/ringtile/hf/batch.py",
         "whole.contiguous() if self.rows is None",

@@ -139,8 +139,8 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, patches: Patches)
     if has_fused_loss(model):
         raise ConfigError(
             f"tiled_loss: the forward of {name} was replaced by one with Liger's fused loss, which needs no tiles; "
-            "expected one of the two: set tiled_loss: false, or, for a Trainer, "
-            "liger_kernel_config={'fused_linear_cross_entropy': False}"
+            "expected one of the two: set tiled_loss: false, or liger_kernel_config="
+            "{'fused_linear_cross_entropy': False} (in axolotl liger_fused_linear_cross_entropy: false)"
         )
     if model.loss_function is not ForCausalLMLoss:
         raise RefusedError(

@@ -59,8 +59,8 @@ def _tile_mlps(
         if from_liger(module) and not use_original_mlp:
             raise ConfigError(
                 f"{name} is Liger's MLP, which tiled_mlp would replace by ringtile's GLU kernels; set "
-                "tiled_mlp_use_original_mlp: true to run Liger's in tiles, or turn Liger's GLU off (for a Trainer, "
-                "liger_kernel_config={'swiglu': False}, or 'geglu')"
+                "tiled_mlp_use_original_mlp: true to run Liger's in tiles, or turn Liger's GLU off "
+                "(liger_kernel_config={'swiglu': False}, or 'geglu'; in axolotl liger_glu_activation: false)"
             )
         check_parts(module)
         _gather_as_one(module, patches)
