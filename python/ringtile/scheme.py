@@ -6,7 +6,6 @@ A scheme is a text, the same in Python, YAML and on the command line:
     all_gather    each rank: its own queries, all heads; all keys at once
     ulysses       each rank: all queries, its share of the heads (arXiv:2309.14509)
     usp:M         M neighbours share the heads of their queries; keys come from M ranks at a time (arXiv:2405.07719)
-    staged:T      ulysses in T stages, each with a slice of the heads
     usp           usp:M for the most neighbours M that always share a host
     auto          whichever receives the fewest bytes over the slowest link (attn/auto.py)
 """
@@ -20,20 +19,17 @@ from dataclasses import dataclass
 
 from ringtile.errors import InputError, shown
 
-EXPECTED = (
-    "ring, all_gather, ulysses, usp:M (M ranks share the heads; usp: those of a host), staged:T (T stages) or auto"
-)
+EXPECTED = "ring, all_gather, ulysses, usp:M (M ranks share the heads; usp: those of a host) or auto"
 _UNRESOLVED = ("auto", "usp")  # which one of the others it is depends on the hosts, for auto on the call too
-_TEXT = re.compile(r"(?:(ring|all_gather|ulysses|auto|usp)|(usp|staged):([1-9]\d{0,5}))")
+_TEXT = re.compile(r"(?:(ring|all_gather|ulysses|auto|usp)|usp:([1-9]\d{0,5}))")
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a text says."""
+    """A parsed scheme name."""
 
     text: str
     group_size: int | None = 1  # neighbours that share the heads; None: all ranks
-    num_stages: int = 1
     at_once: bool = False  # the ring has one round, with the keys of all ranks
 
     @classmethod
@@ -42,10 +38,9 @@ class Scheme:
         match = _TEXT.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise InputError(f"the scheme is {shown(text)}; expected {EXPECTED}")
-        plain, numbered, number = match.groups()
-        if plain is not None:
-            return cls(text, None if plain == "ulysses" else 1, at_once=plain == "all_gather")
-        return cls(text, int(number)) if numbered == "usp" else cls(text, None, int(number))
+        plain, number = match.groups()
+        size = int(number) if plain is None else None if plain == "ulysses" else 1
+        return cls(text, size, at_once=plain == "all_gather")
 
     @property
     def is_resolved(self) -> bool:
@@ -61,7 +56,7 @@ class Scheme:
         if not self.is_resolved:
             raise InputError(
                 f"the scheme is {self.text}, which depends on the ranks' hosts; expected a scheme that names itself: "
-                f"ring, all_gather, ulysses, usp:M or staged:T"
+                f"ring, all_gather, ulysses or usp:M"
             )
         size = world_size if self.group_size is None else self.group_size
         if world_size % size:
@@ -76,7 +71,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Share:
-    """The query heads that a rank works on in a stage, and the kv heads that they attend."""
+    """The query heads that a rank works on, and the kv heads that they attend."""
 
     heads: range
     kv_heads: range
@@ -103,8 +98,6 @@ def share(num_heads: int, num_kv_heads: int, num_parts: int, part: int) -> Share
 
 
 @functools.cache
-def shares_of(num_stages: int, group_size: int, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:
-    """Return, by stage, the share of each of the ranks that share heads."""
-    num_parts = num_stages * group_size
-    parts = [share(num_heads, num_kv_heads, num_parts, part) for part in range(num_parts)]
-    return tuple(tuple(parts[at : at + group_size]) for at in range(0, num_parts, group_size))
+def shares_of(group_size: int, num_heads: int, num_kv_heads: int) -> tuple[Share, ...]:
+    """Return the share of each of the ranks that share heads."""
+    return tuple(share(num_heads, num_kv_heads, group_size, part) for part in range(group_size))

@@ -186,7 +186,7 @@ def test_plan_shows_every_scheme(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([*command, "--scheme", "usp", "--plot", str(tmp_path / "plan.svg")]) == 0
     report = json.loads((tmp_path / "plan.json").read_text())
     names = [scheme["scheme"] for scheme in report["schemes"]]
-    assert names == ["ring", "all_gather", "usp:2", "ulysses", "staged:2"]
+    assert names == ["ring", "all_gather", "usp:2", "ulysses"]
     chosen = next(scheme for scheme in report["schemes"] if scheme["scheme"] == report["scheme"])
     assert report["scheme"] == "usp:2"
     assert chosen["bytes_within"] + chosen["bytes_between"] == report["forward_bytes"] + report["backward_bytes"]

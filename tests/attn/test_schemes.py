@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from counting import Alive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Attention, dense_gradients
@@ -30,8 +29,7 @@ from ringtile import (
     plan,
     ring_attention,
 )
-from ringtile.attn import choose, ulysses
-from ringtile.attn.call import AttentionCall
+from ringtile.attn import choose
 from ringtile.attn.op import attend
 from ringtile.scheme import Scheme, share
 from ringtile.transport.loopback import LoopbackGroup
@@ -52,7 +50,7 @@ MASKS = {
 }
 LAYOUTS = ("contiguous", "zigzag", "striped")
 HEADS = ((8, 8), (8, 2), (7, 7), (4, 1), (6, 3))
-SCHEMES = ("all_gather", "ulysses", "usp:1", "usp:2", "staged:1", "staged:2", "staged:3")
+SCHEMES = ("all_gather", "ulysses", "usp:1", "usp:2")
 WORLD_SIZES = (2, 3, 4)
 
 
@@ -150,7 +148,7 @@ def cases(draw: st.DrawFn) -> tuple[Problem, IntervalMask, Layout, str]:
     num_heads, dims = num_kv_heads * draw(st.integers(1, 4)), [draw(st.integers(1, 9)) for _ in range(2)]
     p = problem(batch, seq_len, num_heads, num_kv_heads, *dims, seed=draw(st.integers(0, 1000)))
     size = draw(st.sampled_from([size for size in range(1, world_size + 1) if world_size % size == 0]))
-    scheme = draw(st.sampled_from(["all_gather", "ulysses", f"usp:{size}", f"staged:{draw(st.integers(1, 4))}"]))
+    scheme = draw(st.sampled_from(["all_gather", "ulysses", f"usp:{size}"]))
     return p, draw(any_masks(batch, seq_len)), draw(layouts(seq_len, world_size)), scheme
 
 
@@ -163,7 +161,7 @@ def test_schemes_equal_the_definition(case: tuple[Problem, IntervalMask, Layout,
     assert_close(run_scheme(p, mask, layout, scheme, softcap)[0], expected, FLOAT64_TOLERANCE)
 
 
-@pytest.mark.parametrize("scheme", ["all_gather", "ulysses", "usp:2", "staged:3"])
+@pytest.mark.parametrize("scheme", ["all_gather", "ulysses", "usp:2"])
 def test_sinks_are_those_of_the_definition(scheme: str) -> None:
     """The gradient of the sinks is by what a rank works on: callers add those of the ranks."""
     p = problem(2, SEQ_LEN, 6, 2)
@@ -210,37 +208,14 @@ def test_kv_heads_enough_for_all_ranks_travel_to_one_each() -> None:
     assert kv_heads == [*range(6)]
 
 
-# ---- what a scheme is for -----------------------------------------------------------------------
-
-
-def peak_bytes(num_stages: int) -> int:
-    """What a call allocates apart from its results: messages, queries and keys of a share, their running state."""
-    p = problem(1, 256, 16, 16, 16, 16, dtype=torch.float32)
-    scheme = f"staged:{num_stages}"
-    sequence = ShardedSequence(IntervalMask.causal(256), Layout.zigzag(256, 2), dist.group.WORLD, scheme=scheme)
-    q, k, v = (sequence.shard(x, 1) for x in (p.q, p.k, p.v))
-    assert sequence.ring  # made before
-    with Alive(at_least=64) as alive:
-        out = ulysses.forward(AttentionCall(sequence, 0.25, returns_lse=False), q, k, v, keep=False)[0]
-    return alive.bytes_peak - out.nbytes
-
-
-def peaks_of_stages() -> list[int]:
-    return [peak_bytes(num_stages) for num_stages in (1, 2, 4, 8)]
-
-
-def test_memory_of_staged_falls_with_the_number_of_stages() -> None:
-    """As 1 / stages from three on. Then the messages of the next stage, and the results of the last, are under way."""
-    for one, two, four, eight in run_ranks(2, peaks_of_stages):
-        assert one > two > four
-        assert eight <= 0.51 * four < 0.51 * 0.5 * one
+# ---- over processes ----------------------------------------------------------------------------
 
 
 def on_gloo() -> dict[str, Any]:
     """This rank's results and the bytes that it sent, scheme by scheme."""
     p = problem(2, SEQ_LEN, 6, 2, dtype=torch.bfloat16)
     results = {}
-    for scheme in ("all_gather", "ulysses", "staged:2"):
+    for scheme in ("all_gather", "ulysses"):
         sequence = ShardedSequence(MASKS["documents"], Layout.zigzag(SEQ_LEN, 2), dist.group.WORLD, scheme=scheme)
         leaves = [sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v)]
         before = sequence.transport.bytes_sent
@@ -286,7 +261,7 @@ def test_op_takes_a_scheme() -> None:
 # ---- what is refused ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "Ring", "auto:2", "usp:0", "usp:-1", "staged:", "ulysses:2", "ring ", None, 2])
+@pytest.mark.parametrize("text", ["", "Ring", "auto:2", "usp:0", "usp:-1", "staged:2", "ulysses:2", "ring ", None, 2])
 def test_unknown_schemes_are_refused_by_name(text: Any) -> None:
     with pytest.raises(InputError, match=r"the scheme is .*; expected ring, all_gather, ulysses, usp:M"):
         Scheme.parse(text)
@@ -324,7 +299,7 @@ def test_ranks_of_different_schemes_are_named() -> None:
     LoopbackWorld(2).run(on_rank)
 
 
-@pytest.mark.parametrize("scheme", ["ulysses", "usp:2", "staged:2", "all_gather"])
+@pytest.mark.parametrize("scheme", ["ulysses", "usp:2", "all_gather"])
 def test_atens_kernels_compute_under_every_scheme(scheme: str) -> None:
     p, layout = problem(1, SEQ_LEN, 6, 2, 8, 8), Layout.zigzag(SEQ_LEN, 4)
     expected = dense_gradients(p.q, p.k, p.v, dense(MASKS["documents"]), p.dout, torch.zeros_like(p.dlse))
@@ -341,7 +316,7 @@ def test_atens_kernels_compute_under_every_scheme(scheme: str) -> None:
             assert (shard - layout.shard(x, 1, rank)).abs().max() <= FLOAT64_TOLERANCE
 
 
-@pytest.mark.parametrize("scheme", ["ulysses", "usp:2", "staged:2"])
+@pytest.mark.parametrize("scheme", ["ulysses", "usp:2"])
 def test_attention_dropout_is_that_of_one_rank_under_every_scheme(scheme: str) -> None:
     """What is dropped depends on the query head: 7 of them, of which shares begin at any."""
     p = problem(2, SEQ_LEN, 7, 7)

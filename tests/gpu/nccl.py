@@ -25,7 +25,7 @@ from ringtile.transport.groups import transport_of
 from test_gpu_kernels import MASKS, RESULTS, assert_not_less_exact_than_torch, problem
 from test_ring import assemble
 
-SCHEMES = ("ring", "all_gather", "ulysses", "staged:2", "auto")
+SCHEMES = ("ring", "all_gather", "ulysses", "auto")
 KERNELS = ("ringtile", "auto")
 
 

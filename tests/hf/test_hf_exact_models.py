@@ -97,7 +97,7 @@ def heads(ranks: int, scheme: str, kv_heads: int = 3, long: bool = True) -> Cell
 
 
 FLEX = functools.partial(three_heads, attention="flex_attention")
-SCHEMES = {2: ("ring", "all_gather", "ulysses", "staged:2"), 3: ("ulysses", "staged:3"), 4: ("ulysses", "usp:2")}
+SCHEMES = {2: ("ring", "all_gather", "ulysses"), 3: ("ulysses",), 4: ("ulysses", "usp:2")}
 IN_EVERY_RUN = [(2, "ulysses", 3)]  # tests/attn/test_schemes.py tries all, without a Trainer
 HEADS = [
     *(

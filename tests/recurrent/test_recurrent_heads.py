@@ -189,7 +189,6 @@ def test_the_scheme_is_the_one_asked_for_or_the_attentions() -> None:
     assert scheme_run("kda", None, "ring", 2, causal) == "states"
     assert scheme_run("kda", None, "all_gather", 2, causal) == "states"
     assert scheme_run("kda", None, "ulysses", 2, causal) == "heads"
-    assert scheme_run("kda", None, "staged:2", 2, causal) == "heads"
     assert scheme_run("kda", None, "usp:2", 4, causal) == "states"
     assert scheme_run("kda", "states", "ulysses", 2, causal) == "states"
     assert scheme_run("kda", "heads", "ring", 2, causal) == "heads"

@@ -140,7 +140,7 @@ def layouts() -> str:
 
 def schemes() -> str:
     """Who computes what, and what travels meanwhile, over four ranks, two on each host. Not to scale of any machine."""
-    picture = Picture(900, 430, "Schemes as timelines of one rank")
+    picture = Picture(900, 352, "Schemes as timelines of one rank")
     rows: list[tuple[str, list[tuple[float, float, int, str]], list[tuple[float, float, str]]]] = [
         (
             "ring",
@@ -158,11 +158,6 @@ def schemes() -> str:
             [(0.8, 4.8, 0, "half of the heads: keys of this host"), (4.8, 8.8, 2, "keys of the other host")],
             [(0, 0.8, "to heads"), (0.8, 3.6, "keys of the other host"), (8.8, 9.2, "")],
         ),
-        (
-            "staged:2",
-            [(0.9, 4.9, 0, "an eighth of the heads"), (4.9, 8.9, 1, "the next eighth")],
-            [(0, 0.9, "to heads"), (1, 1.9, "next"), (4.9, 5.4, ""), (8.9, 9.4, "")],
-        ),
     ]
     for n, (name, computes, sends) in enumerate(rows):
         y = 30 + n * 78
@@ -174,7 +169,7 @@ def schemes() -> str:
             picture.rect(110 + begin * 72, y + 32, (end - begin) * 72 - 1, 16, "#dddddd")
             picture.text(113 + begin * 72, y + 44, text, size=10)
     said = "Colored: a rank computes. Gray: messages. Time goes right; an illustration, to the scale of no machine."
-    picture.text(20, 422, said, fill="#555555")
+    picture.text(20, 344, said, fill="#555555")
     return picture.svg()
 
 

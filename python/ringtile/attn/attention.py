@@ -135,7 +135,7 @@ def _attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor 
     ):
         out, lse = RingAttention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
         return out, lse
-    return ulysses.forward(call, q, k, v, keep=False)[:2]
+    return ulysses.forward(call, q, k, v)[:2]
 
 
 def is_plain(q: Tensor) -> bool:
@@ -159,9 +159,9 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        out, lse, stages = ulysses.forward(call, q, k, v)
+        out, lse, saved = ulysses.forward(call, q, k, v)
         rows = None if call.dropout is None else call.dropout.rows  # saved so that a write to them is noticed
-        ctx.save_for_backward(sinks, rows, *(x for stage in stages for x in stage))
+        ctx.save_for_backward(sinks, rows, *saved)
         ctx.call, ctx.number = call, call.sequence.transport.num_calls
         ctx.shape = Shape.of(q, k, v)
         ctx.set_materialize_grads(False)
@@ -174,9 +174,8 @@ class RingAttention(torch.autograd.Function):
             sinks, _, *kept = saved = ctx.saved_tensors
 
             def compute() -> tuple[Tensor | None, ...]:
-                stages = [ulysses.Stage(*kept[i : i + 5]) for i in range(0, len(kept), 5)]
                 of_sinks = sinks if ctx.needs_input_grad[3] else None
-                return ulysses.backward(ctx.call, stages, ctx.shape, dout, dlse, of_sinks, ctx.number)
+                return ulysses.backward(ctx.call, ulysses.Saved(*kept), ctx.shape, dout, dlse, of_sinks, ctx.number)
 
             gradients = derivatives.gradients(
                 "ring_attention", compute, dout, dlse, *saved, propagate_errors=transport.propagate_errors

@@ -63,12 +63,12 @@ def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, shape: Shape, ta
     kind = _kind(call, q, takes_dlse), shape
     if kind in known.checked:
         return
-    sizes = {(shape.num_heads, shape.num_kv_heads)}
+    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
     if ring.heads is not None:
-        own = [stage[ring.heads.place] for stage in call.sequence.shares(shape.num_heads, shape.num_kv_heads)]
-        sizes = {(len(share.heads), len(share.kv_of_heads or share.kv_heads)) for share in own if share.heads}
-    for num_heads, num_kv_heads in sizes:  # where each query head has a kv head of its own, other kernels may run
-        of_q = q[:, :, : 1 if num_heads == num_kv_heads else 2]
+        share = call.sequence.shares(num_heads, num_kv_heads)[ring.heads.place]
+        num_heads, num_kv_heads = len(share.heads), len(share.kv_of_heads or share.kv_heads)
+    if num_heads:
+        of_q = q[:, :, : 1 if num_heads == num_kv_heads else 2]  # other kernels may run where each has a kv head
         for i in range(len(ring.plan.rounds)):
             _able(call, _block(call, known, i, of_q, k[:, :, :1], v[:, :, :1]), takes_dlse)
     if not _captures(q):

@@ -73,7 +73,7 @@ _INPUTS = (
 )
 def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     call = resolved(_call("forward", q, k, v, *given), q, k, v)
-    return ulysses.forward(call, q, k, v, keep=False)[:2]
+    return ulysses.forward(call, q, k, v)[:2]
 
 
 @torch.library.custom_op(
@@ -87,8 +87,8 @@ def _ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dsinks (empty without sinks)."""
     call = resolved(_call("backward", q, k, v, *given), q, k, v)
-    stage, sinks = ulysses.Stage(q, k, v, out, lse), given[3]
-    dq, dk, dv, dsinks = ulysses.backward(call, stage, Shape.of(q, k, v), dout, dlse, sinks)
+    saved, sinks = ulysses.Saved(q, k, v, out, lse), given[3]
+    dq, dk, dv, dsinks = ulysses.backward(call, saved, Shape.of(q, k, v), dout, dlse, sinks, is_local=True)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 

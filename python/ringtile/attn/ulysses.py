@@ -3,8 +3,7 @@
     out = to_tokens(ring(*to_heads(q, k, v)))
 
 A rank of a group that shares heads gets all tokens of its group for its share of the heads; the ring is then one of
-groups, over the ranks with the same share. With stages, each is a slice of the heads, and the tensors of the next one
-travel while this one is computed.
+groups, over the ranks with the same share.
 
 Shape letters: B batch, N local tokens, Nq tokens of all ranks of a group, H query heads, G kv heads, D head dim,
 Dv value head dim, h and g heads of a share.
@@ -14,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -29,10 +29,11 @@ from ringtile.scheme import Share
 from ringtile.sequence.heads import HeadGroup
 from ringtile.sequence.plan import Shape
 from ringtile.transport.agreement import HeaderValue
+from ringtile.transport.transport import Transport
 
 
-class Stage(NamedTuple):
-    """What the ring took and gave, for its backward: of all local heads, or of the share of a stage."""
+class Saved(NamedTuple):
+    """What the ring took and gave, for its backward: of all local heads, or of this rank's share."""
 
     q: Tensor  # (B, Nq, h, D)
     k: Tensor  # (B, Nq, g, D)
@@ -41,176 +42,138 @@ class Stage(NamedTuple):
     lse: Tensor  # (B, h, Nq) float64
 
 
-def forward(
-    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, *, keep: bool = True
-) -> tuple[Tensor, Tensor, list[Stage]]:
+def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
     """q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv) -> out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64.
 
-    And what the backward takes, if it is to be kept. lse is empty where ranks share heads and the call returns none.
-    The call was checked, and the sequence's scheme is resolved.
+    And what the backward takes. lse is empty where ranks share heads and the call returns none. The call was checked,
+    and the sequence's scheme is resolved.
     """
     shape = Shape.of(q, k, v)
     with _agreed("forward", call, (q, k, v), shape):
-        heads = call.sequence.ring.heads
-        if heads is None:
+        if call.sequence.ring.heads is None:
             out, lse = ring.forward(call, q, k, v)
-            return out, lse, [Stage(q, k, v, out, lse)]
+            return out, lse, Saved(q, k, v, out, lse)
+        heads = _Heads.of(call, shape)
         out, lse = ring.empty_outputs(q, v, q.dtype)
-        lse = lse if call.returns_lse else lse.new_empty(0)
-        shares = call.sequence.shares(shape.num_heads, shape.num_kv_heads)
-        stages: list[Stage] = []
-        finish: Callable[[], None] | None = None
-        for of_stage, (share, (of_q, of_k, of_v)) in zip(
-            shares, _to_heads(call, heads, shares, (q,), (k, v)), strict=True
-        ):
-            of_out, of_lse = ring.empty_outputs(of_q, of_v, q.dtype)
-            if share.heads:
-                of_out, of_lse = ring.forward(call.of_heads(share.heads), of_q, *_repeated(share, of_k, of_v))
-            if finish is not None:
-                finish()
-            back, into = ([of_out, of_lse.mT], [out, lse.mT]) if call.returns_lse else ([of_out], [out])
-            finish = _to_tokens(call, heads, of_stage, back, into)
-            if keep:
-                stages.append(Stage(of_q, of_k, of_v, of_out, of_lse))
-        assert finish is not None
-        finish()
-    return out, lse, stages
+        q, k, v = heads.of_all_tokens((q,), (k, v))
+        saved = Saved(q, k, v, *ring.empty_outputs(q, v, q.dtype))
+        if heads.own.heads:
+            of_share = ring.forward(call.of_heads(heads.own.heads), q, *_repeated(heads.own, k, v))
+            saved = Saved(q, k, v, *of_share)
+        if call.returns_lse:
+            heads.to_tokens((saved.out, saved.lse.mT), into=(out, lse.mT))
+            return out, lse, saved
+        heads.to_tokens((saved.out,), into=(out,))
+    return out, lse.new_empty(0), saved
 
 
 def backward(
     call: AttentionCall,
-    stages: Sequence[Stage] | Stage,
+    saved: Saved,
     shape: Shape,
     dout: Tensor | None,
     dlse: Tensor | None,
     sinks: Tensor | None = None,
     forward_call: int = 0,
+    *,
+    is_local: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dq, dk, dv and dsinks from the gradients of what `forward` gave: None where nothing depends on it.
 
-    stages: from `forward`; or one of the local tokens and all heads, where what the ranks share was not kept. shape: of
-    the local tokens and all heads. sinks: if their gradient is wanted, which is that by the queries and heads that this
-    rank works on. forward_call: the number of the forward's call
-    on the group, which must be the same on all ranks; 0: not known.
+    saved: from `forward`; with is_local, of the local tokens and all heads, where what the ranks share was not kept.
+    shape: of the local tokens and all heads. sinks: if their gradient is wanted, which is that by the queries and heads
+    that this rank works on. forward_call: the number of the forward's call on the group, which must be the same on all
+    ranks; 0: not known.
     """
-    first = stages if isinstance(stages, Stage) else stages[0]
-    with _agreed("backward", call, first[:3], shape, forward_call, takes_dlse=dlse is not None):
-        heads = call.sequence.ring.heads
-        if heads is None:
-            final = Final.of(dout, dlse, first.out, first.lse)
-            gradients = ring.backward(call, final, *first[:3])
+    with _agreed("backward", call, saved[:3], shape, forward_call, takes_dlse=dlse is not None):
+        if call.sequence.ring.heads is None:
+            final = Final.of(dout, dlse, saved.out, saved.lse)
+            gradients = ring.backward(call, final, *saved[:3])
             return *gradients, None if sinks is None else ring.sink_gradient(sinks, final)
-        shares = call.sequence.shares(shape.num_heads, shape.num_kv_heads)
-        if isinstance(stages, Stage):
-            stages = _shared_again(call, heads, shares, stages)
+        heads = _Heads.of(call, shape)
+        if is_local:
+            q, out, lse, k, v = heads.of_all_tokens((saved.q, saved.out, saved.lse.mT), (saved.k, saved.v))
+            saved = Saved(q, k, v, out, lse.mT.contiguous())
         num_heads, num_kv_heads, dim, v_dim = shape[1:5]
 
         def zeros(heads: int, *dims: int, dtype: torch.dtype) -> Tensor:
-            return first.q.new_zeros((shape.batch, call.sequence.local_len, heads, *dims), dtype=dtype)
+            return saved.q.new_zeros((shape.batch, call.sequence.local_len, heads, *dims), dtype=dtype)
 
-        of_queries = [zeros(num_heads, v_dim, dtype=shape.dtype) if dout is None else dout]
+        upstream = [zeros(num_heads, v_dim, dtype=shape.dtype) if dout is None else dout]
         if call.returns_lse:  # all ranks send its gradient or none does
-            of_queries.append(zeros(num_heads, dtype=torch.float64) if dlse is None else dlse.mT)
+            upstream.append(zeros(num_heads, dtype=torch.float64) if dlse is None else dlse.mT)
         # Where a kv head is in several shares, what they find is added before it is rounded.
-        adds = sum(len(share.kv_heads) for of_stage in shares for share in of_stage) > num_kv_heads
+        adds = sum(len(share.kv_heads) for share in heads.shares) > num_kv_heads
         dtype = ops.state_dtype(shape.dtype) if adds else shape.dtype
         dk, dv = zeros(num_kv_heads, dim, dtype=dtype), zeros(num_kv_heads, v_dim, dtype=dtype)
         dq, dsinks = zeros(num_heads, dim, dtype=shape.dtype), None if sinks is None else torch.zeros_like(sinks)
-        finish: Callable[[], None] | None = None
-        for stage, of_stage, (share, of_upstream) in zip(
-            stages, shares, _to_heads(call, heads, shares, of_queries), strict=True
-        ):
-            back = [stage.q, stage.k.to(dtype), stage.v.to(dtype)]  # of no heads
-            if share.heads:
-                of_dlse = of_upstream[1].mT if call.returns_lse else None
-                final, of_heads = Final.of(of_upstream[0], of_dlse, stage.out, stage.lse), call.of_heads(share.heads)
-                keys = _repeated(share, stage.k, stage.v)
-                of_q, *of_keys = ring.backward(of_heads, final, stage.q, *keys, rounds_keys=not adds)
-                back = [of_q, *_summed(share, *of_keys)]
-                if sinks is not None and dsinks is not None:
-                    own = slice(share.heads.start, share.heads.stop)
-                    dsinks[own] = ring.sink_gradient(sinks[own], final)
-            if finish is not None:
-                finish()
-            finish = _to_tokens(call, heads, of_stage, back, (dq, dk, dv), adds=adds)
-        assert finish is not None
-        finish()
+        of_dout, *of_dlse = heads.of_all_tokens(upstream)
+        of_q, of_keys = saved.q, [saved.k.to(dtype), saved.v.to(dtype)]  # of no heads
+        share = heads.own
+        if share.heads:
+            final = Final.of(of_dout, of_dlse[0].mT if of_dlse else None, saved.out, saved.lse)
+            keys = _repeated(share, saved.k, saved.v)
+            of_q, *of_repeated = ring.backward(call.of_heads(share.heads), final, saved.q, *keys, rounds_keys=not adds)
+            of_keys = _summed(share, *of_repeated)
+            if sinks is not None and dsinks is not None:
+                own = slice(share.heads.start, share.heads.stop)
+                dsinks[own] = ring.sink_gradient(sinks[own], final)
+        heads.to_tokens((of_q,), of_keys, into=(dq, dk, dv), adds=adds)
     return dq, dk.to(shape.dtype), dv.to(shape.dtype), dsinks
 
 
 # ---- between tokens and heads -------------------------------------------------------------------
 
 
-def _to_heads(
-    call: AttentionCall,
-    group: HeadGroup,
-    shares: Sequence[Sequence[Share]],
-    of_queries: Sequence[Tensor],
-    of_keys: Sequence[Tensor] = (),
-) -> Iterator[tuple[Share, list[Tensor]]]:
-    """Give each stage's share and its tensors (B, Nq, h, ...), while those of the next one travel.
+@dataclass(frozen=True)
+class _Heads:
+    """The way between a rank's own tokens of all heads, and all tokens of its group for its share of the heads."""
 
-    of_queries (B, N, H, ...), of_keys (B, N, G, ...).
-    """
-    transport = call.sequence.transport
+    group: HeadGroup
+    transport: Transport
+    shares: tuple[Share, ...]  # by rank of the group
 
-    def start(stage: int) -> Callable[[], list[Tensor]]:
+    @classmethod
+    def of(cls, call: AttentionCall, shape: Shape) -> _Heads:
+        sequence = call.sequence
+        assert sequence.ring.heads is not None
+        return cls(sequence.ring.heads, sequence.transport, sequence.shares(shape.num_heads, shape.num_kv_heads))
+
+    @property
+    def own(self) -> Share:
+        return self.shares[self.group.place]
+
+    def of_all_tokens(self, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor] = ()) -> list[Tensor]:
+        """of_queries (B, N, H, ...), of_keys (B, N, G, ...) -> (B, Nq, h, ...), (B, Nq, g, ...)."""
         parts = [
             [_of(x, share.heads) for x in of_queries] + [_of(x, share.kv_heads) for x in of_keys]
-            for share in shares[stage]
+            for share in self.shares
         ]
-        return group.to_heads(transport, parts, f"the heads of stage {stage}")
+        return self.group.to_heads(self.transport, parts, "the heads")
 
-    waits = [start(0)]
-    for stage, of_ranks in enumerate(shares):
-        tensors = waits.pop()()  # and nothing holds its messages
-        if stage + 1 < len(shares):
-            waits.append(start(stage + 1))
-        yield of_ranks[group.place], tensors
+    def to_tokens(
+        self,
+        of_queries: Sequence[Tensor],
+        of_keys: Sequence[Tensor] = (),
+        *,
+        into: Sequence[Tensor],
+        adds: bool = False,
+    ) -> None:
+        """Write the other way, into tensors of the local tokens and all heads; or with adds, add keys to them."""
 
+        def views(share: Share) -> list[Tensor]:
+            heads = [share.heads] * len(of_queries) + [share.kv_heads] * len(of_keys)
+            return [_of(x, of_x) for x, of_x in zip(into, heads, strict=True)]
 
-def _to_tokens(
-    call: AttentionCall,
-    group: HeadGroup,
-    shares: Sequence[Share],
-    tensors: Sequence[Tensor],
-    into: Sequence[Tensor],
-    adds: bool = False,
-) -> Callable[[], None]:
-    """Start the way back of a share's tensors (B, Nq, h, ...): the first like q, and lse; two after it like k and v.
-
-    Returns a function that waits, and writes them into the tensors of all heads, or with adds, adds keys.
-    """
-    num_like_q = 1 if len(tensors) == 3 else len(tensors)
-
-    def heads_of(share: Share) -> list[range]:
-        return [share.heads if i < num_like_q else share.kv_heads for i in range(len(tensors))]
-
-    shapes = [
-        [(*x.shape[:2], len(heads), *x.shape[3:]) for x, heads in zip(into, heads_of(share), strict=True)]
-        for share in shares
-    ]
-    wait = group.to_tokens(call.sequence.transport, tensors, shapes, "heads on their way back")
-
-    def finish() -> None:
-        for share, parts in zip(shares, wait(), strict=True):
-            for i, (x, heads, part) in enumerate(zip(into, heads_of(share), parts, strict=True)):
-                if adds and i >= num_like_q:
-                    _of(x, heads).add_(part)
+        there = [views(share) for share in self.shares]
+        shapes = [[x.shape for x in of_share] for of_share in there]
+        back = self.group.to_tokens(self.transport, [*of_queries, *of_keys], shapes, "heads on their way back")
+        for of_share, parts in zip(there, back, strict=True):
+            for i, (x, part) in enumerate(zip(of_share, parts, strict=True)):
+                if adds and i >= len(of_queries):
+                    x.add_(part)
                 else:
-                    _of(x, heads).copy_(part)
-
-    return finish
-
-
-def _shared_again(
-    call: AttentionCall, group: HeadGroup, shares: Sequence[Sequence[Share]], local: Stage
-) -> list[Stage]:
-    q, k, v, out, lse = local
-    return [
-        Stage(of_q, of_k, of_v, of_out, of_lse.mT.contiguous())
-        for _, (of_q, of_out, of_lse, of_k, of_v) in _to_heads(call, group, shares, (q, out, lse.mT), (k, v))
-    ]
+                    x.copy_(part)
 
 
 def _of(x: Tensor, heads: range) -> Tensor:
@@ -225,10 +188,10 @@ def _repeated(share: Share, *keys: Tensor) -> Sequence[Tensor]:
     return [torch.cat([x[:, :, head : head + 1] for head in share.kv_of_heads], 2) for x in keys]
 
 
-def _summed(share: Share, *gradients: Tensor) -> Sequence[Tensor]:
+def _summed(share: Share, *gradients: Tensor) -> list[Tensor]:
     """Add the gradients of repeated kv heads; the adjoint of `_repeated`."""
     if share.kv_of_heads is None:
-        return gradients
+        return [*gradients]
     sums = [x.new_zeros((*x.shape[:2], len(share.kv_heads), x.size(3))) for x in gradients]
     for total, x in zip(sums, gradients, strict=True):
         for i, head in enumerate(share.kv_of_heads):  # in order: index_add_ has none on a GPU

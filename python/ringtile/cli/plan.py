@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> Outcome:
         plan = plan_of(mask, layout, shape, scheme)
     print(f"One attention layer (for a whole model: --model, or the file of a run):\n\n{plan}")
     print("\nThis layer, forward and backward, by scheme:")
-    names = dict.fromkeys([*_candidates(args.world_size, args.num_heads), scheme])
+    names = dict.fromkeys([*_candidates(args.world_size), scheme])
     schemes = [_facts(plan_of(mask, layout, shape, name), hosts, rates) for name in names]
     print(_table(schemes, scheme))
     costs = [cost for layer in layers for cost in scheme_costs(*layer, mask, layout, shape.dtype, args.batch)]
@@ -168,11 +168,10 @@ def parse_layer(text: str) -> tuple[str, list[int]]:
         ) from None
 
 
-def _candidates(world_size: int, num_heads: int) -> list[str]:
+def _candidates(world_size: int) -> list[str]:
     """Return the schemes to compare."""
     sizes = [size for size in range(2, world_size) if world_size % size == 0]
-    stages = [count for count in (2, 4) if count * world_size <= num_heads]
-    return ["ring", "all_gather", *(f"usp:{size}" for size in sizes), "ulysses", *(f"staged:{t}" for t in stages)]
+    return ["ring", "all_gather", *(f"usp:{size}" for size in sizes), "ulysses"]
 
 
 def _facts(plan: Plan, hosts: tuple[int, ...], rates: Rates | None) -> dict[str, Any]:

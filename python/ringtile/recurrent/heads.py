@@ -98,7 +98,7 @@ class _Exchange:
         result = [one.of(x, EVERY_TOKEN, self._own) for one, x in zip(operands, tensors, strict=True)]
         moving = [i for i, one in enumerate(operands) if one.tokens]
         parts = [[operands[i].of(tensors[i], EVERY_TOKEN, share) for i in moving] for share in self._shares]
-        for i, x in zip(moving, self._group.to_heads(self._sequence.transport, parts, what)(), strict=True):
+        for i, x in zip(moving, self._group.to_heads(self._sequence.transport, parts, what), strict=True):
             result[i] = x
         return result
 
@@ -118,8 +118,9 @@ class _Exchange:
         moving = [i for i, one in enumerate(operands) if one.tokens]
         if moving:
             shapes = [[operands[i].of(result[i], EVERY_TOKEN, share).shape for i in moving] for share in self._shares]
-            wait = self._group.to_tokens(self._sequence.transport, [tensors[i] for i in moving], shapes, what)
-            for share, of_rank in zip(self._shares, wait(), strict=True):
+            leaving = [tensors[i] for i in moving]
+            arrived = self._group.to_tokens(self._sequence.transport, leaving, shapes, what)
+            for share, of_rank in zip(self._shares, arrived, strict=True):
                 for i, x in zip(moving, of_rank, strict=True):
                     operands[i].of(result[i], EVERY_TOKEN, share).add_(x)
         return [total.to(x.dtype) for total, x in zip(result, tensors, strict=True)]

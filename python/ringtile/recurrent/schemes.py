@@ -18,7 +18,7 @@ def decide(recurrence: Recurrence, scheme: str | None) -> str:
     """
     sequence, num_groups = recurrence.documents.sequence, recurrence.num_head_groups
     if scheme is None and sequence.scheme != "auto":
-        shares_heads = Scheme.parse(sequence.scheme).group_size is None  # all ranks: ulysses, staged
+        shares_heads = Scheme.parse(sequence.scheme).group_size is None  # all ranks
         scheme = "heads" if shares_heads and 1 < sequence.world_size <= num_groups else "states"
     elif scheme is None or scheme == "auto":
         scheme = _of_auto(recurrence)

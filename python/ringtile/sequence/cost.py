@@ -211,15 +211,14 @@ class _Counts:
         # (n, n): of the keys of a group (second index), those that another (first) attends.
         self.keys = torch.zeros(num_groups, num_groups, dtype=torch.int64)
         self.keys.index_put_((needed[:, 0], needed[:, 1]), needed[:, 5], accumulate=True)
-        stages = shares_of(scheme.num_stages, size, shape.num_heads, shape.num_kv_heads)
-        shares = [[stage[place] for stage in stages] for place in range(size)]
+        shares = shares_of(size, shape.num_heads, shape.num_kv_heads)
 
-        def by_rank(counts: list[list[int]]) -> Tensor:
-            return torch.tensor([*map(sum, counts)]).repeat(num_groups)
+        def by_rank(counts: list[int]) -> Tensor:
+            return torch.tensor(counts).repeat(num_groups)
 
-        self.heads = by_rank([[len(share.heads) for share in each] for each in shares])  # (W,)
-        self.kv_heads = by_rank([[len(share.kv_heads) for share in each] for each in shares])
-        self.ring_kv_heads = by_rank([[len(share.kv_of_heads or share.kv_heads) for share in each] for each in shares])
+        self.heads = by_rank([len(share.heads) for share in shares])  # (W,)
+        self.kv_heads = by_rank([len(share.kv_heads) for share in shares])
+        self.ring_kv_heads = by_rank([len(share.kv_of_heads or share.kv_heads) for share in shares])
         self.copies_kv_heads = int(self.kv_heads[:size].sum()) > shape.num_kv_heads
 
     def rounds(self, rank: int) -> tuple[RoundCost, ...]:

@@ -6,7 +6,7 @@ Shape letters: B batch, N local tokens, Nq tokens of all M ranks, H heads, h hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -56,13 +56,10 @@ class HeadGroup:
         self._lens = [sum(run.length for run in rows[rank]) for rank in ranks]
         self.num_tokens = sum(self._lens)
 
-    def to_heads(
-        self, transport: Transport, parts: Sequence[Sequence[Tensor]], what: str
-    ) -> Callable[[], list[Tensor]]:
-        """Start the way from tokens to heads; a collective of the ranks that share heads.
+    def to_heads(self, transport: Transport, parts: Sequence[Sequence[Tensor]], what: str) -> list[Tensor]:
+        """Return, of the heads that this rank works on, all tokens (B, Nq, h, ...); a collective of these ranks.
 
-        parts: for each of them, this rank's tokens (B, N, h, ...) of the heads that it works on. Returns a function
-        that waits and gives, of the heads that this rank works on, all their tokens: (B, Nq, h, ...).
+        parts: for each of them, this rank's tokens (B, N, h, ...) of the heads that it works on.
         """
         own = parts[self.place]
         sends, receives, arriving = {}, {}, []
@@ -74,24 +71,19 @@ class HeadGroup:
             sends[rank], receives[rank] = Message.holding(parts[place]).flat, message.flat
             arriving.append(message.parts)
         exchange = transport.exchange(sends, receives, what)
-
-        def wait() -> list[Tensor]:
-            whole = [x.new_empty(_resized(x, self.num_tokens)) for x in own]
-            exchange.wait()
-            for rows, of_rank in zip(self._rows, arriving, strict=True):
-                for x, part in zip(whole, of_rank, strict=True):
-                    ops.unshard_seq_(part, rows, 1, x)
-            return whole
-
-        return wait
+        whole = [x.new_empty(_resized(x, self.num_tokens)) for x in own]
+        exchange.wait()
+        for rows, of_rank in zip(self._rows, arriving, strict=True):
+            for x, part in zip(whole, of_rank, strict=True):
+                ops.unshard_seq_(part, rows, 1, x)
+        return whole
 
     def to_tokens(
         self, transport: Transport, tensors: Sequence[Tensor], shapes: Sequence[Sequence[Sequence[int]]], what: str
-    ) -> Callable[[], list[tuple[Tensor, ...]]]:
-        """Start the way from heads to tokens; a collective of the ranks that share heads.
+    ) -> list[tuple[Tensor, ...]]:
+        """Return by rank, of this rank's tokens, the heads that it works on, (B, N, h, ...); a collective.
 
-        tensors: of the heads that this rank works on, all tokens (B, Nq, h, ...). shapes: for each rank, of this rank's
-        tokens and the heads that it works on, (B, N, h, ...). Returns a function that waits and gives these, by rank.
+        tensors: of the heads that this rank works on, all tokens (B, Nq, h, ...). shapes: of what is returned.
         """
         sends, receives, arriving = {}, {}, []
         for place, rank in enumerate(self.ranks):
@@ -103,13 +95,8 @@ class HeadGroup:
             arriving.append(message.parts)
             for part, x in zip(leaving.parts, tensors, strict=True):
                 ops.shard_seq_(x, self._rows[place], 1, part)
-        exchange = transport.exchange(sends, receives, what)
-
-        def wait() -> list[tuple[Tensor, ...]]:
-            exchange.wait()
-            return arriving
-
-        return wait
+        transport.exchange(sends, receives, what).wait()
+        return arriving
 
 
 def _resized(x: Tensor, num_tokens: int) -> tuple[int, ...]:

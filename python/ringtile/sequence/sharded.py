@@ -43,7 +43,7 @@ class Ring(NamedTuple):
     ranks: tuple[int, ...]
     layout: Layout  # of the ring: where ranks share heads, each has the tokens of all of them
     plan: RankPlan
-    heads: HeadGroup | None  # None: this rank works on all heads of its own queries, at once
+    heads: HeadGroup | None  # None: this rank works on all heads of its own queries
 
 
 class ShardedSequence:
@@ -209,17 +209,15 @@ class ShardedSequence:
         """The ring of this rank. InputError: the scheme is not resolved."""
         size = self._scheme.ranks_per_group(self.world_size)
         (group, place), layout, heads = divmod(self.rank, size), self.layout, None
-        if size > 1 or self._scheme.num_stages > 1:
+        if size > 1:
             layout, rows = join(layout, size)
             heads = HeadGroup(range(group * size, (group + 1) * size), self.rank, rows)
         plan = rank_plan(self.mask, layout, group, at_once=self._scheme.at_once)
         return Ring(tuple(range(place, self.world_size, size)), layout, plan, heads)
 
-    def shares(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[Share, ...], ...]:
-        """Return, by stage, the heads that each of the ranks of this rank's group works on."""
-        return shares_of(
-            self._scheme.num_stages, self._scheme.ranks_per_group(self.world_size), num_heads, num_kv_heads
-        )
+    def shares(self, num_heads: int, num_kv_heads: int) -> tuple[Share, ...]:
+        """Return the heads that each of the ranks of this rank's group works on."""
+        return shares_of(self._scheme.ranks_per_group(self.world_size), num_heads, num_kv_heads)
 
     @functools.cached_property
     def digests(self) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from ringtile import IntervalMask, Layout, PeerLostError, ShardedSequence, ring_
 from faults.counts import Counts
 from faults.training_kills import SCHEMES
 
-NEED_EVEN_HEADS = ("ulysses", "usp:2", "staged:4")  # an even number of ranks, with 4 heads
+NEED_EVEN_HEADS = ("ulysses", "usp:2")  # an even number of ranks, with 4 heads
 
 # A killed rank is noticed without a timeout; a stopped one is missed after it.
 _GROUP_TIMEOUT = {signal.SIGKILL: 60.0, signal.SIGSTOP: 2.0}

@@ -33,7 +33,7 @@ from faults.counts import Counts
 
 PROGRAMS = ("trainer", "train")  # a script around a Trainer, and `ringtile train`
 STORES = ("rank 0", "agent")  # who hosts the store: ranks that were started by hand, or by torchrun
-SCHEMES = ("ring", "all_gather", "ulysses", "usp:2", "staged:4", "auto")
+SCHEMES = ("ring", "all_gather", "ulysses", "usp:2", "auto")
 PHASES = ("forward", "backward", "reduction", "evaluation", "saving")
 WORLDS = ((2, 2), (3, 3), (4, 2), (4, 4))  # (ranks, ranks that share a sequence)
 TIMEOUT_SECONDS = 4.0  # until a stopped rank is missed
