@@ -4,7 +4,6 @@ pair."""
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 
 import pytest
@@ -194,53 +193,6 @@ def test_first_keys_of_a_tree_are_refused() -> None:
         IntervalMask.causal(3).last_keys(2, first=-1)
 
 
-FORMS = [(True, 1), (True, 2), (False, 2), (False, 4)]  # of FlashMask's column bounds
-
-
-def attend_of_columns(indices: Tensor, causal: bool) -> Tensor:
-    """bool (B, S, S), column by column from the definition."""
-    batch, seq_len, form = indices.shape
-    attend = torch.ones(batch, seq_len, seq_len, dtype=torch.bool)
-    for row, key in itertools.product(range(batch), range(seq_len)):
-        bounds, queries = indices[row, key].tolist(), attend[row, :, key]
-        if causal:
-            queries[:key] = False
-            queries[bounds[0] : bounds[1] if form == 2 else seq_len] = False
-        elif form == 2:
-            queries[bounds[0] :] = False
-            queries[: bounds[1]] = False
-        else:
-            queries[bounds[0] : bounds[1]] = False
-            queries[bounds[2] : bounds[3]] = False
-    return attend
-
-
-@given(st.integers(1, 2), st.integers(1, 6), st.sampled_from(FORMS), st.integers(0, 2**31))
-def test_column_bounds_are_those_of_flashmask(batch: int, seq_len: int, form: tuple[bool, int], seed: int) -> None:
-    causal, num = form
-    generator = torch.Generator().manual_seed(seed)
-    indices = torch.randint(0, seq_len + 1, (batch, 1, seq_len, num), dtype=torch.int32, generator=generator)
-    expected = outcome(lambda: IntervalMask.from_bool(attend_of_columns(indices[:, 0], causal)))
-    heads = indices.expand(-1, 3, -1, -1)
-    assert outcome(lambda: IntervalMask.from_flashmask(heads, causal=causal)) == expected
-
-
-def test_column_bounds_say_trees_and_holes() -> None:
-    def columns(*bounds: list[int]) -> Tensor:
-        return torch.tensor(bounds, dtype=torch.int32).T[None, None]
-
-    tree = IntervalMask.tree([-1, 0, 0], [3, 2, 1])
-    assert IntervalMask.from_flashmask(columns([6, 6, 6, 5, 5, 6]), causal=True) == tree
-    both_ways = IntervalMask.tree([-1, 0, 0], [3, 2, 1], causal=False)
-    assert IntervalMask.from_flashmask(columns([6, 6, 6, 5, 5, 6], [0, 0, 0, 3, 3, 5]), causal=False) == both_ways
-    window = IntervalMask.causal(6).last_keys(2, first=1)
-    assert IntervalMask.from_flashmask(columns([6, 3, 4, 5, 6, 6]), causal=True) == window
-    hole = IntervalMask.from_flashmask(columns([3, 3, 3, 6, 6, 6], [5, 5, 5, 6, 6, 6]), causal=True)
-    assert hole.num_keys.tolist() == [[1, 2, 3, 1, 2, 6]]
-    with pytest.raises(MaskNotExpressibleError, match=r"row 0, query 3 needs .* and key 1, which is"):
-        IntervalMask.from_flashmask(columns([6, 3, 6, 6, 6, 6], [6, 4, 6, 6, 6, 6]), causal=True)
-
-
 def test_prefix_is_shared() -> None:
     mask = IntervalMask.shared_prefix(3, [2, 1, 2])
     assert mask == IntervalMask.tree([-1, 0, 0, 0], [3, 2, 1, 2])
@@ -290,88 +242,6 @@ def test_bool_is_two_intervals_or_refused(batch: int, seq_len: int, share: float
             IntervalMask.from_bool(attend)
 
 
-TRIANGLES = {0: torch.ones_like, 1: lambda box: box.tril(box.size(1) - box.size(0)), 2: torch.triu}
-TRIANGLES[3] = lambda box: TRIANGLES[1](box) & TRIANGLES[2](box)
-
-
-def counted(slices: list[tuple[int, int, int, int, int]], seq_len: int) -> Tensor:
-    """int (S, S): how many slices (q begin, q end, k begin, k end, type) let each pair attend."""
-    counts = torch.zeros(seq_len, seq_len, dtype=torch.int)
-    for q_begin, q_end, k_begin, k_end, kind in slices:
-        box = torch.ones(q_end - q_begin, k_end - k_begin, dtype=torch.bool)
-        counts[q_begin:q_end, k_begin:k_end] += TRIANGLES[kind](box)
-    return counts
-
-
-def from_slices(slices: list[tuple[int, int, int, int, int]], seq_len: int) -> IntervalMask:
-    return IntervalMask.from_slices([x[:2] for x in slices], [x[2:4] for x in slices], [x[4] for x in slices], seq_len)
-
-
-def test_a_slice_is_that_of_flex_flash_attn() -> None:
-    """The drawings of its docstring, of 5 queries and 2 keys, and of 2 and 5."""
-    tall = ["11 11 11 11 11", "00 00 00 10 11", "11 01 00 00 00", "00 00 00 00 00"]
-    wide = ["11111 11111", "11110 11111", "11111 01111", "11110 01111"]
-    for kind, (of_tall, of_wide) in enumerate(zip(tall, wide, strict=True)):
-        for one, rows in (((1, 6, 3, 5, kind), of_tall), ((4, 6, 0, 5, kind), of_wide)):
-            drawn = torch.tensor([[number == "1" for number in row] for row in rows.split()])
-            assert torch.equal(dense(from_slices([one], 7))[0, one[0] : one[1], one[2] : one[3]], drawn)
-
-
-@given(st.integers(1, 8), st.booleans(), st.data())
-def test_slices_are_their_pairs_or_refused(seq_len: int, kept_apart: bool, data: st.DataObject) -> None:
-    """RefusedError where a pair is in two of them, and where from_bool refuses, in its words."""
-    bounds = st.tuples(st.integers(0, seq_len), st.integers(0, seq_len)).map(sorted)
-    slices: list[tuple[int, int, int, int, int]] = []
-    for _ in range(data.draw(st.integers(0, 5))):
-        one = (*data.draw(bounds), *data.draw(bounds), data.draw(st.integers(0, 3)))
-        if not kept_apart or counted([*slices, one], seq_len).max() <= 1:
-            slices.append(one)
-    counts = counted(slices, seq_len)
-    if counts.max() > 1:
-        with pytest.raises(InputError, match=r"slices \d and \d both hold query") as raised:
-            from_slices(slices, seq_len)
-        first, second, query, key = map(int, re.findall(r"\d+", str(raised.value))[:4])
-        assert counted([slices[first], slices[second]], seq_len)[query, key] == 2
-        return
-    try:
-        expected = IntervalMask.from_bool(counts > 0)
-    except MaskNotExpressibleError as refusal:
-        with pytest.raises(MaskNotExpressibleError, match=f"^{re.escape(str(refusal))}$"):
-            from_slices(slices, seq_len)
-    else:
-        assert from_slices(slices, seq_len) == expected
-
-
-@given(SIZES, st.data())
-def test_slices_of_a_tree_are_the_tree(seq_len: int, data: st.DataObject) -> None:
-    """Of each node a causal slice of its own, and a full one of each ancestor, in any order, as tensors."""
-    parents, lengths = data.draw(forests(seq_len))
-    bounds = [*itertools.pairwise(itertools.accumulate(lengths, initial=0))]
-    slices = []
-    for node, ancestor in enumerate(parents):
-        slices.append((*bounds[node], *bounds[node], 1))
-        while ancestor >= 0:
-            slices.append((*bounds[node], *bounds[ancestor], 0))
-            ancestor = parents[ancestor]
-    numbers = torch.tensor(data.draw(st.permutations(slices)), dtype=torch.int32)
-    mask = IntervalMask.from_slices(numbers[:, :2], numbers[:, 2:4], numbers[:, 4], seq_len)
-    assert mask == IntervalMask.tree(parents, lengths)
-
-
-def test_slices_of_a_long_row() -> None:
-    """A bool matrix of it would take 10^12 bytes."""
-    prompt, completion = 600_000, 200_000
-    ends = [prompt, prompt + completion, prompt + 2 * completion]
-    slices = [(0, prompt, 0, prompt, 1)]
-    for begin, end in itertools.pairwise(ends):
-        slices += [(begin, end, 0, prompt, 0), (begin, end, begin, end, 1)]
-    assert from_slices(slices, ends[-1]) == IntervalMask.shared_prefix(prompt, [completion] * 2)
-    with pytest.raises(
-        MaskNotExpressibleError, match=r"row 0, query 5 needs the keys .* and key 2, which is between them"
-    ):
-        from_slices([(4, 7, 1, 2, 0), (0, 3, 2, 3, 0), (9, 10, 2, 3, 0), (5, 6, 4, 5, 0)], ends[-1])
-
-
 ROW = torch.zeros(1, 4, dtype=torch.int32)
 REFUSALS = {
     "one of two": (lambda: IntervalMask(ROW, ROW, ROW), "only one of key_begin and key_end is given"),
@@ -397,29 +267,6 @@ REFUSALS = {
     "none": (lambda: IntervalMask.tree(None, [1]), "expected integers"),
     "mixed": (lambda: IntervalMask.tree([-1, [0]], [1, 1]), "expected integers"),
     "block": (lambda: IntervalMask.block_diffusion(4, 0), "block 0; expected at least 1"),
-    "slice type": (lambda: from_slices([(0, 2, 0, 2, 4)], 4), r"mask_types\[0\] is 4; expected 0 \(full\), 1"),
-    "slice too far": (lambda: from_slices([(0, 2, 0, 5, 0)], 4), r"k_ranges\[0\] is \[0, 5\]; expected .*, in 0\.\.4"),
-    "slice, negative": (lambda: from_slices([(-1, 2, 0, 2, 0)], 4), r"q_ranges\[0\] is \[-1, 2\]; expected"),
-    "slice backwards": (lambda: from_slices([(2, 1, 0, 2, 0)], 4), r"q_ranges\[0\] is \[2, 1\]; expected"),
-    "slice of three": (lambda: IntervalMask.from_slices([[0, 1, 2]], [[0, 1]], [0], 4), "pairs"),
-    "slice, fraction": (lambda: IntervalMask.from_slices(torch.rand(1, 2), [[0, 1]], [0], 4), "pairs"),
-    "slice types": (lambda: IntervalMask.from_slices([[0, 1]], [[0, 1]], 1, 4), "expected integers"),
-    "slices": (lambda: IntervalMask.from_slices([[0, 1]], [[0, 1]], [], 4), "1 q_ranges, 1 k_ranges and 0 mask_types"),
-    "columns": (lambda: IntervalMask.from_flashmask(ROW, causal=True), r"int32 \(1, 4\); expected .*, 1 or 2\)"),
-    "columns, form": (lambda: IntervalMask.from_flashmask(ROW[None, None], causal=True), "S, 1 or 2"),
-    "columns, heads": (
-        lambda: IntervalMask.from_flashmask(torch.arange(2, dtype=torch.int32).view(1, 2, 1, 1), causal=True),
-        "in 0..1 and maybe not those of one mask for all heads",
-    ),
-    "columns, meta": (
-        lambda: IntervalMask.from_flashmask(ROW.view(1, 1, 4, 1).to("meta"), causal=True),
-        "startend_row_indices is on meta, which holds no data",
-    ),
-    "columns, too far": (
-        lambda: IntervalMask.from_flashmask(ROW.view(1, 1, 4, 1) + 5, causal=True),
-        r"in 5\.\.5 .*expected queries, 0\.\.4",
-    ),
-    "slices, tokens": (lambda: IntervalMask.from_slices([], [], [], 0), "seq_len is 0"),
 }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ringtile import arguments, ops
 from ringtile.errors import InputError, MaskNotExpressibleError
-from ringtile.sequence import columns, slices, tree
+from ringtile.sequence import tree
 
 MAX_SEQ_LEN = 2**31 - 1  # positions are int32
 _SHOWN_INTERVALS = 4  # an error names at most so many pieces of a row
@@ -178,14 +178,22 @@ class IntervalMask:
                 "branches: leave one of the two out"
             )
         middle = torch.minimum(self.end, self.begin + min(first, self.seq_len))
-        parts = (self.begin, torch.maximum(middle, self.end - min(window, self.seq_len))), (middle, self.end)
-        pieces = columns.Columns(*(torch.stack(bounds) for bounds in parts))  # a column of each query
-        return self._of_hulls(
-            (pieces.end - pieces.begin).sum(0),
-            (self.begin, self.end),
-            lambda: pieces.across()[1:],
-            lambda row, side, at: pieces.attends(row, 1 - side, at),
-        )
+        last = torch.maximum(middle, self.end - min(window, self.seq_len))
+        begin, end = torch.stack((self.begin, last)), torch.stack((middle, self.end))  # (2, B or 1, S)
+
+        def of_keys() -> tuple[Tensor, Tensor]:
+            every = torch.zeros_like(middle), torch.full_like(middle, self.seq_len)
+            found = [ops.mask_hulls(*every, *bounds) for bounds in zip(begin, end, strict=True)]
+            num, first, stop = (torch.stack(part) for part in zip(*found, strict=True))
+            return torch.where(num > 0, first, self.seq_len).amin(0), stop.amax(0)
+
+        def attends(row: int, side: int, at: int) -> Tensor:
+            if side == 1:
+                return ((begin[:, row] <= at) & (at < end[:, row])).any(0)
+            positions = torch.arange(self.seq_len, dtype=torch.int32, device="cpu")
+            return ((begin[:, row, at, None] <= positions) & (positions < end[:, row, at, None])).any(0)
+
+        return self._of_hulls((end - begin).sum(0), (self.begin, self.end), of_keys, attends)
 
     def padded(self, padding: int) -> IntervalMask:
         """The mask of a sequence with that many more tokens at its end, which attend nothing and are not attended."""
@@ -323,41 +331,6 @@ class IntervalMask:
         """
         parents, lengths = tree.of_blocks(arguments.check_int("seq_len", seq_len), arguments.check_int("block", block))
         return cls.tree(parents, lengths, causal=False)
-
-    @classmethod
-    def from_slices(
-        cls, q_ranges: slices.Ranges, k_ranges: slices.Ranges, mask_types: slices.Numbers, seq_len: int
-    ) -> IntervalMask:
-        """Slices of MagiAttention, as its `flex_flash_attn_func` takes and draws them, of a row of seq_len tokens.
-
-        q_ranges, k_ranges: (n, 2) integers, [begin, end) of the queries and keys of each slice; mask_types: (n). Query
-        begin + i of m attends key begin + j of n by type 0 (full) always; 1 (causal, bottom-right aligned) if
-        j - n <= i - m; 2 (inverse causal, top-left aligned) if j >= i; 3 (bidirectional causal) if both.
-        InputError: a pair is in two slices. MaskNotExpressibleError as for `from_bool`. Makes no matrix.
-        """
-        seq_len = arguments.check_int("seq_len", seq_len)
-        _check_seq_len(seq_len)
-        found = slices.of_ranges(q_ranges, k_ranges, mask_types, seq_len)
-        sides = found, [one.transposed for one in found]
-        num_keys, *of_queries = slices.hulls(found, seq_len)
-        return cls._of_hulls(
-            num_keys,
-            (of_queries[0], of_queries[1]),
-            lambda: slices.hulls(sides[1], seq_len)[1:],
-            lambda row, side, i: slices.keys_of(sides[side], i, seq_len),
-        )
-
-    @classmethod
-    def from_flashmask(cls, startend_row_indices: Tensor, *, causal: bool) -> IntervalMask:
-        """FlashMask's column bounds, as Paddle's `flashmask_attention` takes and draws them.
-
-        startend_row_indices: int32 (B, heads or 1, S, 1 or 2) if causal, else (B, heads or 1, S, 2 or 4): of each key,
-        the first query below the diagonal that is masked, and maybe the one after the last; not causal, above it too.
-        InputError; MaskNotExpressibleError as for `from_bool`. Makes no matrix.
-        """
-        found = columns.Columns.of_indices(startend_row_indices, causal)
-        num_keys, *of_queries = found.across()
-        return cls._of_hulls(num_keys, (of_queries[0], of_queries[1]), found.hulls, found.attends)
 
     # ---- from tensors of a batch ----------------------------------------------------------------
 

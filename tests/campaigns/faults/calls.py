@@ -116,15 +116,6 @@ class Draw:
                 lambda: IntervalMask(*(self.tensor((rows, seq_len), torch.int32, seq_len) for _ in range(2))),
                 lambda: IntervalMask(*(self.tensor((rows, seq_len), torch.int32, seq_len) for _ in range(4))),
                 lambda: IntervalMask.tree(self.of([[-1, 0, 0]] * rows), self.of([[cut, 0, seq_len - cut]] * rows)),
-                lambda: IntervalMask.from_slices(
-                    self.of([[0, cut], [cut, seq_len]]),
-                    self.of([[0, seq_len]] * 2),
-                    self.of([1, self.size(0, 3)]),
-                    seq_len,
-                ),
-                lambda: IntervalMask.from_flashmask(
-                    self.tensor((rows, 1, seq_len, self.size(1, 4)), torch.int32, seq_len), causal=self.chance(0.5)
-                ),
                 lambda: IntervalMask.documents([[cut, seq_len - cut]] * rows).last_keys(
                     self.of(self.size(1, seq_len)), first=self.of(self.size(0, 3))
                 ),
