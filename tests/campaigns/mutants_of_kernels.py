@@ -62,13 +62,6 @@ MUTANTS = [
         "",
         "c test_selective",
     ),
-    Mutant(
-        "selective scan: no decay between stretches in torch operations",
-        "python/ringtile/recurrent/torch_path.py",
-        "moved = moved + decay * before",
-        "moved = moved + before",
-        "tests/recurrent/test_recurrent_ranks.py -k torch_operations",
-    ),
     # ---- self-test in a child process
     Mutant(
         "self-test: processes test beside each other",
@@ -119,13 +112,6 @@ MUTANTS = [
         "    if why_no_kernels(device):\n        return True\n",
         "",
         "tests/attn/test_cuda.py",
-    ),
-    Mutant(
-        "mamba_ssm: documents go on from one another",
-        "python/ringtile/recurrent/mamba.py",
-        "dt_ = dt_.index_fill(0, s.resets, _RESET)",
-        "dt_ = dt_.index_fill(0, s.resets, 0.0)",
-        "tests/recurrent/test_libraries.py -k states_and_documents",
     ),
     Mutant(
         "hybrid models: packed rows left to transformers",

@@ -318,7 +318,7 @@ def test_small_delta_is_the_formula(dtype: torch.dtype, v_head_dim: int) -> None
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("name", ["causal_conv1d", "gated_delta_rule", "ssd"])
 def test_small_recurrences_are_those_of_the_cpu(name: str, dtype: torch.dtype) -> None:
-    """On a GPU torch operations compute them. Compares norms with the CPU's in float64."""
+    """On a GPU flash-linear-attention computes them, or nobody. Compares norms with the CPU's in float64."""
     shapes = {
         "causal_conv1d": ((1, 130, 24), (24, 4)),  # x, weight
         "gated_delta_rule": (*[(1, 130, 2, 16)] * 3, (1, 130, 2), (1, 130, 2)),  # q, k, v, g, beta
@@ -331,7 +331,10 @@ def test_small_recurrences_are_those_of_the_cpu(name: str, dtype: torch.dtype) -
     results = []
     for tensors in ([x.cpu().double() for x in given], given):
         leaves = [x.requires_grad_() for x in tensors]
-        out = getattr(ringtile, name)(*leaves, mask=mask, layout=layout)
+        try:
+            out = getattr(ringtile, name)(*leaves, mask=mask, layout=layout)
+        except RefusedError as error:
+            pytest.skip(str(error))
         results.append([out.detach(), *torch.autograd.grad(out.double().square().sum(), leaves)])
     bound = 100 * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps
     for expected, got in zip(*results, strict=True):

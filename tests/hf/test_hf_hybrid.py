@@ -13,7 +13,7 @@ from hf_training import make_trainer, packed
 from ringtile.errors import RefusedError
 from ringtile.hf import recurrent
 from ringtile.hf.families import CACHES
-from ringtile.recurrent import recurrence, torch_path
+from ringtile.recurrent import functions, kernels
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -106,12 +106,14 @@ def test_libraries_get_numbers_of_the_models_dtype(family: str, monkeypatch: pyt
     def spy(op: str) -> Any:
         def compute(**given: Any) -> Any:
             seen.update({f"{op} {name}": x.dtype for name, x in given.items() if torch.is_tensor(x)})
-            return getattr(torch_path, op)(**given)
+            return getattr(kernels, op)(**given)
 
         return compute
 
     monkeypatch.setattr(recurrent, "uses_libraries", lambda device: True)
-    monkeypatch.setattr(recurrence, "function_for", lambda op, *rest: spy(op))
+    monkeypatch.setattr(
+        functions, "function_for", lambda op, *rest: kernels.causal_conv1d if op == "causal_conv1d" else spy(op)
+    )
     trainer = make_trainer(model=hybrid(family).to(torch.bfloat16))
     ringtile.enable(trainer, ALONE)
     loss_of(trainer.model)

@@ -19,7 +19,7 @@ import pytest
 import ringtile
 import scan_oracle
 import torch
-from ringtile import IntervalMask, Layout, LoopbackWorld, ShardedSequence, self_test
+from ringtile import IntervalMask, Layout, LoopbackWorld, RefusedError, ShardedSequence, self_test
 from ringtile.recurrent import choose, fla
 from torch import Tensor
 from torch.nn import functional
@@ -262,7 +262,8 @@ def test_the_small_case_of_the_first_use_finds_a_wrong_kernel(monkeypatch: pytes
                 patch.setattr(fla, spoilt, lambda *given, right=right, **named: _spoilt(*right(*given, **named)))
                 like, dim = (x, K) if spoilt == "ssd" else (x[0], W)
                 assert "gives another output than its definition" in choose.why_not(spoilt, like, dim)
-                assert choose.function_for(spoilt, like, dim).__module__ == "ringtile.recurrent.torch_path"
+                with pytest.raises(RefusedError, match="gives another output than its definition"):
+                    choose.function_for(spoilt, like, dim)
     finally:
         self_test.forget()
 

@@ -28,7 +28,6 @@ from ringtile import (
     RingMismatchError,
     ShardedSequence,
 )
-from ringtile.recurrent import kernels, torch_path
 from ringtile.recurrent.documents import Forest, message_bytes, state_passes
 from ringtile.transport.groups import transport_of
 from torch import Tensor
@@ -215,26 +214,6 @@ def of_out(case: Case) -> tuple[int, ...]:
 def assert_close(ours: Tensor, expected: Tensor) -> None:
     tolerance = 48 * 64 * 2.0**-52 * float(expected.abs().max())
     torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_torch_operations_compute_what_the_kernels_do(name: str) -> None:
-    """Outputs, states, and all gradients; in chunks and documents that begin anywhere, from a state, to a state."""
-    case, rows = CASES[name], [[80, 70], [149]]
-    tensors = problem(case, 2, 151)
-    seq_idx = seq_idx_of(rows, 151, first=0)  # the first document goes on from the state
-    size = {"conv": (W - 1, C), "ssd": (H, V, K), "selective": (C, K)}.get(name, (H, K, V))
-    tensors["initial_state"] = torch.randn(2, *size, dtype=torch.float64)
-    options: dict[str, Any] = {"conv": {"activation": "silu"}, "ssd": {}, "selective": {}}.get(name, {"scale": 0.7})
-    function = {"conv": "causal_conv1d", "ssd": "ssd", "selective": "selective_scan"}.get(name, "gated_delta_rule")
-    results = []
-    for module in (kernels, torch_path):
-        leaves = {n: x.clone().requires_grad_() for n, x in tensors.items()}
-        out, state = getattr(module, function)(**leaves, **options, seq_idx=seq_idx)
-        gradients = torch.autograd.grad((out.sin().sum(), state.sin().sum()), leaves.values())
-        results.append([out.detach(), state.detach(), *gradients])
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=0, atol=151 * 64 * 2.0**-52 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize(

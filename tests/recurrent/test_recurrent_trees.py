@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import run_ranks
 from ringtile import IntervalMask, Layout, LoopbackWorld, RefusedError, RingMismatchError, ShardedSequence
-from ringtile.recurrent import functions, kernels, recurrence, torch_path
+from ringtile.recurrent import kernels, recurrence
 from ringtile.recurrent.documents import Documents, Facts, Forest, message_bytes
 from test_recurrent_ranks import CASES, Case, Tensors, of_out, of_ranks, problem
 from torch import Tensor
@@ -202,13 +202,6 @@ def oracle_of_heads(name: str) -> Callable[[Tensors, Tensor], Tensor]:
     options = {"scale": heads.K**-0.5} if name in ("delta", "kda") else {}
     function = {"ssd": "ssd", "selective": "selective_scan"}.get(name, "gated_delta_rule")
     return ranks._oracle(function, **options)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_torch_operations_compute_each_path_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (functions, recurrence):
-        monkeypatch.setattr(module, "function_for", lambda op, *_: getattr(torch_path, op))
-    compare(CASES[name], SMALL, layout_of("zigzag", 2))
 
 
 def comb(depth: int) -> Tree:

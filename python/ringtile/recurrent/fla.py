@@ -51,7 +51,9 @@ def _why_no_fla() -> str:
 
 
 def why_not(op: str, x: Tensor, key_dim: int) -> str:
-    """Return why fla cannot compute a function of this module, "" if it can. x: its first tensor, (B, N, H, V)."""
+    """Return why fla cannot compute a function of kernels.py, "" if it can. x: its first tensor, (B, N, H, V)."""
+    if op == "selective_scan":
+        return "it has no scan of Mamba's first version with states and documents; train this model on one device"
     if x.dtype == torch.float64:
         return "flash-linear-attention does not compute in float64: pass float32, bfloat16 or float16"
     if op != "causal_conv1d":

@@ -95,8 +95,7 @@ def causal_conv1d(
             raise InputError(f"weight is {tuple(weight.shape)}; expected a width of 2..{MAX_WIDTH}")
         if activation not in ("", "silu"):
             raise InputError(f"activation is {shown(activation)}; expected '' or 'silu'")
-        pieces = documents.pieces
-    function = function_for(op, x, sizes["W"])
+        pieces, function = documents.pieces, function_for(op, x, sizes["W"])
 
     def of_piece(piece: Piece, x: Tensor, halo: Tensor | None) -> Tensor:
         given = [x, weight] if bias is None else [x, weight, bias]
@@ -229,6 +228,7 @@ def _recurrence(
             options,
             list(operands.values()),
             operands[next(iter(dims))],
+            function_for(op, first, sizes["K"], dims.get("g") == "BNHK"),
             tuple(sizes[letter] for letter in _STATE[op]),
             groups_of_channels(sizes["C"]) if "C" in sizes else sizes["H" if shared else "G"],
         )

@@ -2,7 +2,7 @@
 
 A document of two chunks that goes on from a state, one that does not, and padding. Of each result the error may be 8
 units of rounding, in norm: a library rounds what it multiplies to 16 bits, or to TF32 (as coarse as float16) where that
-is float32. A scan and a convolution multiply no matrices, but take a GPU's fast exponentials, good to 2^-16 and better.
+is float32. A convolution multiplies no matrices, but takes a GPU's fast exponentials, good to 2^-16 and better.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ringtile.recurrent.self_test import Row, defined_convolution, defined_recurrence, defined_selective, normal
+from ringtile.recurrent.self_test import Row, defined_convolution, defined_recurrence, normal
 
 _ROW = Row(150, frozenset({70}))
 _UNITS = 8
 _FAST_EXPONENTIAL = 2.0**-16
 _SUMS_OF_TERMS = ("gradient of A of heads",)  # a number of each head and token, most of which cancel
-_NO_MATRICES = ("causal_conv1d", "selective_scan")
 
 _Named = dict[str, Tensor]
 
@@ -69,7 +68,7 @@ def _results(
 
 def _difference(op: str, dtype: torch.dtype, got: list[Tensor], expected: _Named) -> str:
     unit = torch.finfo(torch.float16 if dtype == torch.float32 else dtype).eps / 2
-    if op in _NO_MATRICES and dtype == torch.float32:
+    if op == "causal_conv1d" and dtype == torch.float32:
         unit = _FAST_EXPONENTIAL
     for (name, right), x in zip(expected.items(), got, strict=True):
         of_terms = name in _SUMS_OF_TERMS
@@ -125,19 +124,6 @@ def _of_heads(dtype: torch.dtype, key_dim: int, value_dim: int, by_channel: bool
     return x | {"before": before, "dout": dout, "dfinal": dfinal}
 
 
-def _selective(dtype: torch.dtype, dims: tuple[int, int], by_channel: bool) -> tuple[_Named, dict[str, object], _Named]:
-    generator, n, channels, state_dim = torch.Generator("cpu").manual_seed(0), _ROW.num_tokens, 20, dims[0]
-    x, dout, B, C = (normal(generator, 1, n, size).to(dtype) for size in (channels, channels, state_dim, state_dim))
-    dt = normal(generator, 1, n, channels).sigmoid().float()
-    A, D = -normal(generator, state_dim, channels).abs().float(), normal(generator, channels).float()
-    before, dfinal = (normal(generator, 1, state_dim, channels).float() for _ in range(2))
-    found = defined_selective(_ROW, *(y.double() for y in (x, dt, A, B, C, D, before, dout, dfinal)))
-    out, final, dx, ddt, dA, dB, dC, dD, dinitial = found
-    given = {"x": x, "dt": dt, "A": A.mT, "B": B, "C": C, "D": D, "initial_state": before.mT}
-    results = (out, final.mT, dx, ddt, dA.mT, dB, dC, dD, dinitial.mT)
-    return given, {}, {"dout": dout, "dfinal": dfinal.mT} | dict(zip(_gradients((*given,)), results, strict=True))
-
-
 def _convolution(
     dtype: torch.dtype, dims: tuple[int, int], by_channel: bool
 ) -> tuple[_Named, dict[str, object], _Named]:
@@ -154,6 +140,5 @@ def _convolution(
 _CASES = {
     "gated_delta_rule": _delta,
     "ssd": _ssd,
-    "selective_scan": _selective,
     "causal_conv1d": _convolution,
 }

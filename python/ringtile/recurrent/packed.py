@@ -9,9 +9,8 @@ Shape letters: B batch, N tokens, T tokens of all sequences, n sequences.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,31 +79,26 @@ def take(x: Tensor, rows: Tensor | None) -> Tensor:
 
 
 _remembered: Any = WeakTensorKeyDictionary()  # by seq_idx, which nobody writes to
-_Places = TypeVar("_Places")
-
-
-def on_device(seq_idx: Tensor, device: torch.device, key: object, make: Callable[[], _Places]) -> _Places:
-    """Return make(), a dataclass, with its tensors on the device; made once for a seq_idx and a key.
-
-    Tensors whose names end in _cpu stay on the host.
-    """
-    found: dict[object, tuple[DeviceMask, _Places]] = _remembered.setdefault(seq_idx, {})
-    if (device, key) not in found:
-        host: Any = make()
-        tensors = {name: x for name, x in vars(host).items() if isinstance(x, Tensor) and not name.endswith("_cpu")}
-        copies = DeviceMask(device, *tensors.values())
-        found[device, key] = copies, replace(host, **dict(zip(tensors, copies.read(), strict=True)))
-    copies, places = found[device, key]
-    copies.read()  # on this stream too
-    return places
 
 
 def sequences_of(
     seq_idx: Tensor, batch: int, device: torch.device, before: int = 0, *, has_state: bool = True
 ) -> Sequences:
-    """Return the sequences of a seq_idx (B or 1, N), as in kernels.py. before: inputs in the state of a convolution."""
-    key = ("sequences", batch, before, has_state)
-    return on_device(seq_idx, device, key, lambda: _sequences(seq_idx, batch, before, has_state))
+    """Return the sequences of a seq_idx (B or 1, N), as in kernels.py, on the device, but for names in _cpu.
+
+    before: inputs in the state of a convolution.
+    """
+    found: dict[object, tuple[DeviceMask, Sequences]] = _remembered.setdefault(seq_idx, {})
+    key = (device, batch, before, has_state)
+    if key not in found:
+        host = _sequences(seq_idx, batch, before, has_state)
+        tensors = {name: x for name, x in vars(host).items() if isinstance(x, Tensor) and not name.endswith("_cpu")}
+        copies = DeviceMask(device, *tensors.values())
+        there: dict[str, Any] = dict(zip(tensors, copies.read(), strict=True))
+        found[key] = copies, replace(host, **there)
+    copies, sequences = found[key]
+    copies.read()  # on this stream too
+    return sequences
 
 
 def runs_of(row: Tensor) -> list[tuple[int, Tensor]]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringtile import ops
-from ringtile.recurrent.choose import function_for
 from ringtile.recurrent.costs import Share
 from ringtile.recurrent.documents import Documents, Piece
 from ringtile.transport.agreement import HeaderValue
@@ -49,6 +48,7 @@ class Recurrence:
     options: Mapping[str, float]  # of the function
     operands: list[Operand]
     out: Operand  # a tensor of out's shape and dtype; never read
+    function: Callable[..., tuple[Tensor, Tensor]]  # who computes it, from `function_for`
     state_shape: tuple[int, ...]  # (B, heads, ...)
     num_head_groups: int
 
@@ -68,10 +68,7 @@ class Recurrence:
 
     def _compute(self, given: list[Tensor], seq_idx: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         named = {operand.name: x for operand, x in zip(self.operands, given, strict=True)}
-        key_dim = named["k" if "k" in named else "B"].size(-1)
-        by_channel = "g" in named and named["g"].dim() == 4
-        function = function_for(self.op, named[self.out.name], key_dim, by_channel)
-        return function(**named, **self.options, seq_idx=seq_idx, initial_state=state)
+        return self.function(**named, **self.options, seq_idx=seq_idx, initial_state=state)
 
     def gradients(
         self,
