@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         "peers: a kv head that two ranks share gets the gradient of one",
         "python/ringtile/attn/ulysses.py",
-        "        adds = sum(len(share.kv_heads) for of_stage in shares for share in of_stage) > num_kv_heads\n",
+        "        adds = sum(len(share.kv_heads) for share in heads.shares) > num_kv_heads\n",
         "        adds = False\n",
         "tests/attn/test_schemes.py -k definition",
         source="pytorch/torchtitan#1283",
