@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +24,10 @@ from ringtile.attn import aten
 from ringtile.attn import choose as block
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import InSquares
-from ringtile.attn.backend import Block, BlockMask, Final, Gradients, Ringtile
-from ringtile.attn.pieces import Piece, find_pieces, packs, squares
+from ringtile.attn.backend import Block, Final, Gradients, Ringtile
+from ringtile.sequence.pieces import Piece, find_pieces, packs, squares
 from ringtile.sequence.plan import rank_plan
+from ringtile.sequence.rounds import Round
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import any_masks, dense, layouts
 from test_ring import FLOAT64_TOLERANCE, MASKS, Problem, assemble, assert_close, assert_within_8_ulp, problem
@@ -254,9 +254,8 @@ def test_calls_of_atens_cuda_kernels_mean_what_they_should(
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what was measured, and whom a plan remembers."""
+    """Forget what was measured."""
     monkeypatch.setattr(block, "_chosen", {})
-    monkeypatch.setattr(block, "_of_plan", weakref.WeakKeyDictionary())
 
 
 @pytest.fixture
@@ -315,7 +314,7 @@ class OnGpu(Tensor):
 def test_a_capture_measures_nothing(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes whoever was chosen before for blocks of that size; else the first: ringtile's, where that may run."""
     p, plan = problem(v_head_dim=16), rank_plan(MASKS["causal"], Layout.contiguous(48, 1), 0)
-    of = SimpleNamespace(q=OnGpu(p.q), k=p.k, mask=BlockMask(plan.begin, plan.end, plan.rounds[0].k_runs))
+    of = SimpleNamespace(q=OnGpu(p.q), k=p.k, round=Round.all_of(plan, CPU)[0])
     backends = [block.RINGTILE, *aten.ATEN["cuda"]]
     ran: list[str] = []
 
@@ -332,7 +331,7 @@ def test_a_capture_measures_nothing(fresh: None, monkeypatch: pytest.MonkeyPatch
     assert fastest(of) == "aten's cuDNN attention"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert fastest(of) == "aten's cuDNN attention"
-    assert fastest(SimpleNamespace(q=OnGpu(p.q[:, :5]), k=of.k, mask=of.mask)) == "ringtile's attention"
+    assert fastest(SimpleNamespace(q=OnGpu(p.q[:, :5]), k=of.k, round=of.round)) == "ringtile's attention"
 
 
 # ---- a kernel that is not what it was taken for -------------------------------------------------
@@ -386,7 +385,9 @@ def test_a_kernel_that_forgets_the_second_side_is_found(
         monkeypatch.setattr(
             Ringtile,
             name,
-            lambda self, block, *others, right=right: right(self, block._replace(key_bounds=()), *others),
+            lambda self, block, *others, right=right: right(
+                self, block._replace(round=Round(block.round.queries, block.round.k_runs)), *others
+            ),
         )
     case = Ringtile(), CPU, dtype, 16, 16, 2, 2
     found = checks.run(lambda: attn_self_test.run_case(*case, two_sides=True))

@@ -8,8 +8,9 @@ import pytest
 import torch
 from ringtile import AttentionDropout, IntervalMask, Layout
 from ringtile.attn import aten, choose
-from ringtile.attn.backend import Block, BlockMask, Running, why_slow
+from ringtile.attn.backend import Block, Running, why_slow
 from ringtile.sequence.plan import rank_plan
+from ringtile.sequence.rounds import Round
 from test_ring import MASKS, problem
 from torch import Tensor
 
@@ -18,9 +19,8 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 
 def a_block(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, v_head_dim: int | None = None) -> Block:
     plan = rank_plan(IntervalMask.causal(8), Layout.contiguous(8, 1), 0)
-    mask = BlockMask(plan.begin, plan.end, plan.rounds[0].k_runs)
     q, k, v = (torch.zeros(1, 8, 2, dim, dtype=dtype) for dim in (head_dim, head_dim, v_head_dim or head_dim))
-    return Block(q, k, v, mask, plan.begin, plan.end, 0.25, 0.0)
+    return Block(q, k, v, Round.all_of(plan, q.device)[0], 0.25, 0.0)
 
 
 def test_cudnn_takes_no_packed_documents() -> None:
@@ -30,8 +30,7 @@ def test_cudnn_takes_no_packed_documents() -> None:
     reasons = {}
     for name in ("causal", "documents"):
         plan = rank_plan(MASKS[name], Layout.contiguous(48, 1), 0)
-        mask = BlockMask(plan.begin, plan.end, plan.rounds[0].k_runs)
-        reasons[name] = cudnn.lacks(Block(p.q, p.k, p.v, mask, plan.begin, plan.end, 0.25, 0.0))
+        reasons[name] = cudnn.lacks(Block(p.q, p.k, p.v, Round.all_of(plan, p.q.device)[0], 0.25, 0.0))
     assert reasons["causal"] == ""
     assert reasons["documents"].endswith("times for a block's mask, more than 2 times")
 

@@ -13,9 +13,10 @@ import torch
 from ringtile import InputError, IntervalMask, Layout, RefusedError, ShardedSequence, arguments, ops
 from ringtile.attn import choose
 from ringtile.attn.aten import ATEN
-from ringtile.attn.backend import Block, BlockMask
+from ringtile.attn.backend import Block
 from ringtile.attn.call import AttentionCall
 from ringtile.cli import doctor
+from ringtile.sequence.rounds import Queries, Round
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 # find_spec("ringtile._cuda"), torch.version.cuda, torch.cuda.is_available()
@@ -113,11 +114,12 @@ def test_attention_without_kernels_is_atens(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(choose, "why_wrong", lambda backend, *given: "is tested" if backend.name[0] == "r" else "")
     mask, layout = IntervalMask.causal(8), Layout.contiguous(8, 1)
     call = AttentionCall(ShardedSequence.of(mask, layout, None), 1.0)
-    of_block = BlockMask(mask.begin, mask.end, ops.runs_tensor([(0, 1, 0, 8)]))
-    assert len(of_block.squares) == 1  # found in real tensors
+    queries = Queries(torch.device("cpu"), mask.begin, mask.end, torch.arange(8))
+    round = Round(queries, ops.runs_tensor([(0, 1, 0, 8)]))
+    assert len(round.squares) == 1  # found in real tensors
     with FakeTensorMode():
         x = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
-        block = Block(x, x, x, of_block, mask.begin, mask.end, 1.0, 0.0)
+        block = Block(x, x, x, round, 1.0, 0.0)
         able = choose._able(call, block)
         assert able
         assert set(able) <= set(ATEN["cuda"])

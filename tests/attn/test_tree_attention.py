@@ -25,7 +25,7 @@ from ringtile import (
     plan,
     ring_attention,
 )
-from ringtile.attn.pieces import MAX_STRETCHES, Piece, find_pieces
+from ringtile.sequence.pieces import MAX_STRETCHES, Piece, find_pieces
 from ringtile.sequence.plan import rank_plan
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense

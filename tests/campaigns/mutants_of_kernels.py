@@ -372,7 +372,7 @@ MUTANTS = [
     ),
     Mutant(
         "two sides: pieces of queries that a stretch of keys does not meet",
-        "python/ringtile/attn/pieces.py",
+        "python/ringtile/sequence/pieces.py",
         "some = meets & (low < high)",
         "some = low < high",
         "tests/attn/test_attention_kernel.py -k pieces",

@@ -8,16 +8,16 @@ MUTANTS = [
     # ---- ring
     Mutant(
         "ring: rows of another round sent again",
-        "python/ringtile/attn/exchange.py",
+        "python/ringtile/attn/ring.py",
         "self._sent.get(transfer.places)",
         "next(iter(self._sent.values()), None)",
         "tests/attn/test_ring.py -k world_size",
     ),
     Mutant(
         "ring: messages behind an idle round start too early",
-        "python/ringtile/attn/exchange.py",
-        "if after == i + 1:",
-        "if after is not None:",
+        "python/ringtile/attn/ring.py",
+        "follows = after is not None and after.planned.index == round.planned.index + 1",
+        "follows = after is not None",
         "tests/attn/test_ring.py -k equals_the_definition",
     ),
     Mutant(

@@ -10,7 +10,6 @@ from typing import ClassVar
 import pytest
 import torch
 from ringtile import IntervalMask, Layout, RefusedError, ShardedSequence
-from ringtile.attn.backend import BlockMask
 from ringtile.sequence import device_mask
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,7 +39,7 @@ class FakeGpu:
     def mask_of(self, sequence: ShardedSequence) -> tuple[Tensor, Tensor]:
         assert sequence.ring  # made of real tensors
         with self.mode:
-            begin, end = sequence.bounds_on(GPU, 0)
+            begin, end = sequence.rounds_on(GPU)[0].queries.bounds_there()
             return begin, end
 
 
@@ -93,8 +92,10 @@ def test_a_mask_goes_with_its_sequence_but_not_from_under_a_graph(gpu: FakeGpu) 
 def test_packs_of_pieces_are_kept_as_the_mask_is(gpu: FakeGpu) -> None:
     """Which aten's flash attention reads in place of the mask."""
     one = sequence()
-    mask = BlockMask(one.begin, one.end, one.ring.plan.rounds[0].k_runs)
-    assert mask.pieces is not None  # made of real tensors
+    assert one.ring  # made of real tensors
+    with gpu.mode:
+        (mask,) = one.rounds_on(GPU)
+    assert mask.pieces is not None
     with gpu.mode:
         q = torch.empty(1, 40, 2, 8, device=GPU)
         gpu.captures = True
@@ -117,9 +118,9 @@ def test_positions_are_copied_once(gpu: FakeGpu) -> None:
     one = sequence()
     assert one.ring  # made of real tensors
     with gpu.mode:
-        positions = one.positions_on(GPU)
+        positions = one.rounds_on(GPU)[0].queries.positions_there()
         gpu.stream = "a second"
-        assert one.positions_on(GPU) is positions
+        assert one.rounds_on(GPU)[0].queries.positions_there() is positions
     assert positions.device == GPU
     assert (gpu.recorded, Stream.waits) == ([(id(positions), "a second")], [("a second", "the first stream")])
 

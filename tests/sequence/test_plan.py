@@ -61,7 +61,7 @@ def test_rounds_move_exactly_the_keys_that_are_needed(problem: tuple[IntervalMas
             assert key_ranks == [[(rank - i) % world_size] for i in range(world_size)]
         for i, round in enumerate(of_rank.rounds):
             sent = sum(outgoing.num_keys for outgoing in round.outgoing)
-            assert (i in of_rank.busy_rounds) == (i == 0 or round.num_pairs + sent > 0)
+            assert (round in of_rank.busy_rounds) == (i == 0 or round.num_pairs + sent > 0)
             needed = [keys_needed(mask, layout, rank, key_rank) for key_rank in key_ranks[i]]
             assert round.num_pairs == sum(num_pairs(mask, layout, rank, key_rank) for key_rank in key_ranks[i])
             assert round.num_keys == sum(map(torch.numel, needed))

@@ -24,7 +24,7 @@ from torch.nn.attention import current_flash_attention_impl
 
 from ringtile import ops
 from ringtile.attn.backend import Backend, Block, Final, Gradients, Running
-from ringtile.attn.pieces import Pack, Square
+from ringtile.sequence.pieces import Pack, Square
 
 FLASH_ATTENTION_4, FLASH_ATTENTION_3 = "flash_attn.cute.interface", "flash_attn_interface"  # as torch names them
 MAX_SQUARES = 256  # calls a block of keys; a window over many times its width takes more
@@ -78,7 +78,7 @@ class InSquares:
     def lacks(self, block: Block) -> str:
         if reason := _lacks(block):
             return reason
-        num = len(block.mask.squares)
+        num = len(block.round.squares)
         return (
             ""
             if num <= self.max_squares
@@ -88,7 +88,7 @@ class InSquares:
     def forward(self, block: Block, state: Running) -> None:
         q, k, v, out, lse = block.q, block.k, block.v, state.out, state.lse
         _start(state)
-        for rows, square in block.mask.squares:
+        for rows, square in block.round.squares:
             queries, keys = _places(rows, square)
             part, part_lse = self.attend(
                 _heads_first(q[queries], square),
@@ -107,7 +107,7 @@ class InSquares:
         q, k, v = block.q, block.k, block.v
         _start_gradients(grads)
         lse = final.lse.to(ops.state_dtype(q.dtype))
-        for rows, square in block.mask.squares:
+        for rows, square in block.round.squares:
             queries, keys = _places(rows, square)
             lse_part = lse[rows, :, square.q_begin : square.q_end]
             parts = self.attend_backward(
@@ -157,7 +157,7 @@ class InPacks:
         q, k, v, out, lse = block.q, block.k, block.v, state.out, state.lse
         _start(state)
         out_rows, lse_rows = out.flatten(0, 1), lse.mT.flatten(0, 1).clone()  # (B N, H, D); (B N, H)
-        for pack in block.mask.packs(q, k):
+        for pack in block.round.packs(q, k):
             given = (_take(x, rows) for x, rows in ((q, pack.q_rows), (k, pack.k_rows), (v, pack.k_rows)))
             found = self._functions.forward(*given, *_sequences(pack), False, **_options(pack, block))
             part, part_lse = found[:2]
@@ -177,7 +177,7 @@ class InPacks:
         _start_gradients(grads)
         lse = final.lse.to(ops.state_dtype(q.dtype)).mT
         of_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        for pack in block.mask.packs(q, k):
+        for pack in block.round.packs(q, k):
             q_rows, k_rows = pack.q_rows, pack.k_rows
             sides = ((final.dout, q_rows), (q, q_rows), (k, k_rows), (v, k_rows), (final.out, q_rows))
             parts = self._functions.backward(
@@ -206,7 +206,7 @@ def _lacks(block: Block) -> str:
         return f"has one head dim, which is {q.size(3)} for q and k, and {v.size(3)} for v"
     if q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16 on CUDA, not {q.dtype}"
-    if block.mask.pieces is None:
+    if block.round.pieces is None:
         return "takes masks of few pieces, of keys in the order of their positions"
     return ""
 

@@ -11,8 +11,7 @@ R runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,45 +19,7 @@ from torch import Tensor
 
 from ringtile import ops
 from ringtile.attn.call import AttentionDropout
-from ringtile.attn.pieces import Pack, Piece, Square, find_pieces, packs, squares
-from ringtile.sequence.device_mask import DeviceMask
-
-
-@dataclass(frozen=True, eq=False)
-class BlockMask:
-    """Which keys of a block each local query attends; the same for all calls with one plan."""
-
-    begin: Tensor  # int32 CPU (Bm, N): the mask of the local queries, of the whole batch if Bm is 1
-    end: Tensor
-    k_runs: Tensor  # int64 CPU (R, 4): positions of the keys, and their rows
-    key_bounds: tuple[Tensor, ...] = ()  # int32 CPU (Bm, K): key_begin, key_end, of a mask with two sides
-    positions: Tensor | None = None  # int64 CPU (N): with key_bounds, of the local queries
-    _packs: dict[object, tuple[tuple[Pack, ...], DeviceMask]] = field(default_factory=dict)
-
-    @functools.cached_property
-    def pieces(self) -> tuple[Sequence[Piece], ...] | None:
-        """The pieces of each row of the mask; None where it takes too many."""
-        return find_pieces(self.begin, self.end, self.k_runs, self.key_bounds, self.positions)
-
-    @functools.cached_property
-    def squares(self) -> list[tuple[slice, Square]]:
-        """The pieces in squares, each with the rows of the batch that it is of."""
-        pieces = self.pieces or ()
-        rows = [slice(None)] if len(pieces) == 1 else [slice(row, row + 1) for row in range(len(pieces))]
-        return [(at, square) for at, of_row in zip(rows, pieces, strict=True) for square in squares(of_row)]
-
-    def packs(self, q: Tensor, k: Tensor) -> tuple[Pack, ...]:
-        """Return the pieces in packs, for q (B, N, ...) and k (B, K, ...) there. RefusedError as by `bounds_on`."""
-        key = (q.device, q.size(0))
-        if key not in self._packs:
-            found = packs(self.pieces or (), q.size(0), q.size(1), k.size(1))
-            mask = DeviceMask(q.device, *(x for pack in found for x in pack if isinstance(x, Tensor)))
-            copies = iter(mask.read())
-            there = (Pack._make(next(copies) if isinstance(x, Tensor) else x for x in pack) for pack in found)
-            self._packs[key] = tuple(there), mask
-        found, mask = self._packs[key]
-        mask.read()  # on this stream too
-        return found
+from ringtile.sequence.rounds import Round
 
 
 class Block(NamedTuple):
@@ -67,14 +28,10 @@ class Block(NamedTuple):
     q: Tensor  # (B, N, H, D)
     k: Tensor  # (B, K, G, D)
     v: Tensor  # (B, K, G, Dv)
-    mask: BlockMask
-    begin: Tensor  # of the mask, on q's device
-    end: Tensor
+    round: Round  # on q's device
     scale: float
     softcap: float
     dropout: AttentionDropout | None = None
-    key_bounds: tuple[Tensor, ...] = ()  # int32 (B or 1, K): key_begin, key_end, if the mask has two sides
-    positions: Tensor | None = None  # int64 (N) of the queries, with either of these
 
 
 class Running(NamedTuple):
@@ -83,7 +40,7 @@ class Running(NamedTuple):
     out: Tensor  # (B, N, H, Dv) of the state dtype
     lse: Tensor  # (B, H, N) float64
     fresh: bool  # no block came before, and both may be uninitialized
-    rounded: Tensor | None = None  # like out, contiguous, of q's dtype: gets the merged out instead
+    rounded: Tensor | None = None  # like out, contiguous, of q's dtype: if set, it gets the merged out instead of out
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +61,7 @@ class Final:
 
     @functools.cached_property
     def delta(self) -> Tensor:
-        """What `ops.attn_bwd_` takes."""
+        """rowsum(dout * out) - dlse, (B, H, N); computed once per backward."""
         dlse = torch.zeros_like(self.lse) if self.dlse is None else self.dlse.contiguous()
         return ops.attn_delta(self.dout, self.out, dlse)
 
@@ -148,27 +105,30 @@ class Ringtile:
         return f"is not in use here: {reason}" if reason else ""
 
     def forward(self, block: Block, state: Running) -> None:
+        of_keys = block.round.key_bounds_there()
         ops.attn_fwd_(
-            *_inputs(block), state.out, state.lse, *_options(block, state.fresh), state.rounded, *block.key_bounds
+            *_inputs(block), state.out, state.lse, *_options(block, state.fresh, of_keys), state.rounded, *of_keys
         )
 
     def backward(self, block: Block, final: Final, grads: Gradients) -> None:
+        of_keys = block.round.key_bounds_there()
         ops.attn_bwd_(
             *(*_inputs(block), final.dout, final.lse, final.delta, grads.dq, grads.dk, grads.dv),
-            *(*_options(block, grads.fresh), *(grads.rounded or (None, None)), *block.key_bounds),
+            *(*_options(block, grads.fresh, of_keys), *(grads.rounded or (None, None)), *of_keys),
         )
 
 
 def _inputs(block: Block) -> tuple[Tensor, ...]:
-    return block.q, block.k, block.v, block.begin, block.end, block.mask.k_runs
+    return block.q, block.k, block.v, *block.round.queries.bounds_there(), block.round.k_runs
 
 
-def _options(block: Block, fresh: bool) -> tuple[Any, ...]:
+def _options(block: Block, fresh: bool, of_keys: tuple[Tensor, ...]) -> tuple[Any, ...]:
     drop = block.dropout
+    positions = block.round.queries.positions_there() if drop is not None or of_keys else None
     if drop is None:
-        return block.scale, block.softcap, fresh, 0.0, 0, 0, 0, None, block.positions
+        return block.scale, block.softcap, fresh, 0.0, 0, 0, 0, None, positions
     numbers = drop.probability, drop.seed, drop.step, drop.stream, drop.rows
-    return block.scale, block.softcap, fresh, *numbers, block.positions
+    return block.scale, block.softcap, fresh, *numbers, positions
 
 
 def why_slow(block: Block, capability: tuple[int, int], *, backward: bool) -> str:

@@ -1,17 +1,16 @@
 """Who computes a block of keys: ringtile's kernels, or one of aten's.
 
 By the setting attention_kernel: "ringtile"; "aten", and what aten cannot do is refused by name; or "auto". On a CPU,
-auto is ringtile's kernels; on a GPU, whoever is fastest there, of those that can, and that are there at all. A backend
-that does not compute what it should (self_test.py) is never used: with auto the next one takes over.
+auto is ringtile's kernels. On a GPU it times every installed backend that supports the block, once per size, and keeps
+the fastest. A backend that does not compute what it should (self_test.py) is never used: with auto the next one takes
+over.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,103 +18,72 @@ from torch.nn.attention import current_flash_attention_impl
 
 from ringtile import self_test
 from ringtile.attn.aten import ATEN
-from ringtile.attn.backend import Backend, Block, BlockMask, Final, Gradients, Ringtile, Running, why_slow
+from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Running, why_slow
 from ringtile.attn.call import AttentionCall
 from ringtile.attn.self_test import why_wrong
 from ringtile.errors import RefusedError
-from ringtile.sequence.plan import RankPlan, Shape
+from ringtile.sequence.plan import Shape
+from ringtile.sequence.rounds import Round
 
 RINGTILE: Backend = Ringtile()
 logger = logging.getLogger(__name__)
 
 
-def forward(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, state: Running) -> None:
-    """Merge the keys of round i into the state."""
-    known = _known(call)
-    block = _block(call, known, i, q, k, v)
+def forward(call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, state: Running) -> None:
+    """Merge the keys of a round into the state."""
+    block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
 
     def merge(backend: Backend, out: Tensor, lse: Tensor) -> None:
         backend.forward(block, state._replace(out=out, lse=lse))
 
-    _backend(call, known, i, block, merge, (state.out, state.lse)).forward(block, state)
+    _backend(call, block, merge, (state.out, state.lse)).forward(block, state)
 
 
-def backward(call: AttentionCall, i: int, q: Tensor, k: Tensor, v: Tensor, final: Final, grads: Gradients) -> None:
-    """Add the gradients of round i."""
-    known = _known(call)
-    block = _block(call, known, i, q, k, v)
+def backward(
+    call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, final: Final, grads: Gradients
+) -> None:
+    """Add the gradients of a round."""
+    block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
 
     def add(backend: Backend, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         backend.backward(block, final, grads._replace(dq=dq, dk=dk, dv=dv))
 
     takes_dlse = final.dlse is not None
-    _backend(call, known, i, block, add, grads[:3], takes_dlse).backward(block, final, grads)
+    _backend(call, block, add, grads[:3], takes_dlse).backward(block, final, grads)
 
 
 def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, shape: Shape, takes_dlse: bool = False) -> None:
     """Raise RefusedError where no backend that may be used computes some round; before anything is sent.
 
-    shape: of the local tokens; q, k and v have its heads, or the share that this rank works on first.
+    q, k, v: the local tensors, or this rank's first heads; only dtype, device and head dims are read. shape: of the
+    local tensors.
     """
     if q.is_meta:
         return
-    ring, known = call.sequence.ring, _known(call)
+    heads = call.sequence.ring.heads
     kind = _kind(call, q, takes_dlse), shape
-    if kind in known.checked:
-        return
     num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-    if ring.heads is not None:
-        share = call.sequence.shares(num_heads, num_kv_heads)[ring.heads.place]
+    if heads is not None:
+        share = call.sequence.shares(num_heads, num_kv_heads)[heads.place]
         num_heads, num_kv_heads = len(share.heads), len(share.kv_of_heads or share.kv_heads)
-    if num_heads:
-        of_q = q[:, :, : 1 if num_heads == num_kv_heads else 2]  # other kernels may run where each has a kv head
-        for i in range(len(ring.plan.rounds)):
-            _able(call, _block(call, known, i, of_q, k[:, :, :1], v[:, :, :1]), takes_dlse)
-    if not _captures(q):
-        known.checked.add(kind)
-
-
-# ---- what is known of a plan --------------------------------------------------------------------
-
-
-class _Known(NamedTuple):
-    """What does not change from layer to layer. On a GPU, where five backends may take part, asking all of them takes a
-    quarter of the host's time in a round."""
-
-    masks: tuple[BlockMask, ...]  # by round
-    checked: set[object]  # what `check` has let pass
-    backends: dict[object, Backend]  # what `_backend` has returned
-
-
-_of_plan: weakref.WeakKeyDictionary[RankPlan, _Known] = weakref.WeakKeyDictionary()
-
-
-def _known(call: AttentionCall) -> _Known:
-    plan = call.sequence.ring.plan
-    found = _of_plan.get(plan)
-    if found is None:
-        positions = call.sequence.positions_on(plan.begin.device)
-        masks = (BlockMask(plan.begin, plan.end, each.k_runs, each.key_bounds, positions) for each in plan.rounds)
-        found = _of_plan[plan] = _Known(tuple(masks), set(), {})
-    return found
+    for round in call.sequence.rounds_on(q.device) if num_heads else ():
+        if kind not in round.checked:
+            of_q = q[:, :, : 1 if num_heads == num_kv_heads else 2]  # other kernels may run where each has a kv head
+            about = call.scale, call.softcap, call.dropout
+            _able(call, Block(of_q, k[:, :, :1], v[:, :, :1], round, *about), takes_dlse)
+            if not _captures(q):
+                round.checked.add(kind)
 
 
 def _kind(call: AttentionCall, q: Tensor, takes_dlse: bool) -> tuple[object, ...]:
-    """Return what decides who may compute the blocks of a plan, apart from shapes and dtype."""
+    """Return what decides who may compute a block, apart from its round, shapes and dtype."""
     about = call.attention_kernel, call.dropout is None, call.softcap == 0, takes_dlse
-    return *about, q.device, current_flash_attention_impl()
+    return *about, current_flash_attention_impl()
 
 
 def _captures(q: Tensor) -> bool:
     """Return whether a CUDA graph is being captured, in which nothing is tested or measured."""
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _block(call: AttentionCall, known: _Known, i: int, q: Tensor, k: Tensor, v: Tensor) -> Block:
-    begin, end, *key_bounds = call.sequence.bounds_on(q.device, i)
-    of_queries = call.sequence.positions_on(q.device) if key_bounds or call.dropout is not None else None
-    about = call.scale, call.softcap, call.dropout, tuple(key_bounds), of_queries
-    return Block(q, k, v, known.masks[i], begin, end, *about)
 
 
 # ---- who can ------------------------------------------------------------------------------------
@@ -136,30 +104,29 @@ _OTHERWISE = {
 
 def _backend(
     call: AttentionCall,
-    known: _Known,
-    i: int,
     block: Block,
     run: Callable[..., None],
     states: tuple[Tensor, ...],
     takes_dlse: bool = False,
 ) -> Backend:
-    """Return who computes round i. run, states: as in `_fastest`."""
-    q, backward = block.q, len(states) == 3
+    """Return who computes a block. run, states: as in `_fastest`."""
+    q, backward, chosen = block.q, len(states) == 3, block.round.chosen
+    # On a GPU, where five backends may take part, asking all of them takes a quarter of the host's time in a round.
     kind, deterministic = _kind(call, q, takes_dlse), torch.are_deterministic_algorithms_enabled()
-    key = kind, i, backward, deterministic, q.dtype, q.shape, block.k.shape, block.v.shape
-    found = known.backends.get(key)
+    key = kind, backward, deterministic, q.dtype, q.shape, block.k.shape, block.v.shape
+    found: Backend | None = chosen.get(key)
     if found is None:
         backends = _able(call, block, takes_dlse)
         found, is_final = _fastest(backends, run, block, states)
         if len(backends) == 1:
             _warn_if_slow(found, block, backward=backward)
         if is_final and not _captures(q):
-            known.backends[key] = found
+            chosen[key] = found
     return found
 
 
 def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[Backend]:
-    """Return who may compute a block, at least one. RefusedError, with everybody's reason, where there is none."""
+    """Return the backends that support this block. Raise RefusedError listing why each one does not."""
     q, k, v = block.q, block.k, block.v
     if q.is_meta:
         return [RINGTILE]
@@ -169,7 +136,7 @@ def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[B
     if call.attention_kernel != "aten":
         if reason := RINGTILE.lacks(block):
             unable[RINGTILE.name] = reason
-        elif reason := why_wrong(RINGTILE, q, k, v, block.dropout is not None, bool(block.key_bounds)):
+        elif reason := why_wrong(RINGTILE, q, k, v, block.dropout is not None, bool(block.round.key_bounds)):
             wrong[RINGTILE.name] = reason
         else:
             able.append(RINGTILE)
@@ -224,7 +191,7 @@ def _fastest(
     if len(backends) == 1 or torch.are_deterministic_algorithms_enabled():
         return backends[0], True
     q, k = block.q, block.k
-    pieces = sum(map(len, block.mask.pieces or ()))
+    pieces = sum(map(len, block.round.pieces or ()))
     sizes = (q.size(0), *q.shape[2:], k.size(2), *(number.bit_length() for number in (q.size(1), k.size(1), pieces)))
     key = (q.device, q.dtype, sizes, len(states), tuple(backend.name for backend in backends))
     if key not in _chosen:

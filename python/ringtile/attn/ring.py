@@ -8,12 +8,14 @@ stay in float32 (float64 for float64 inputs) until the last round, and the runni
 The ring knows nothing of schemes: where ranks share heads (ulysses.py), its tokens are those of all of them, and its
 heads a share.
 
-Shape letters: B batch, N tokens of a rank, H query heads, G kv heads, D head dim, Dv value head dim.
+Shape letters: B batch, N tokens of a rank, H query heads, G kv heads, D head dim, Dv value head dim, n tokens of one
+message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -22,7 +24,10 @@ from ringtile import ops
 from ringtile.attn import choose
 from ringtile.attn.backend import Final, Gradients, Running
 from ringtile.attn.call import AttentionCall
-from ringtile.attn.exchange import Keys
+from ringtile.sequence.plan import PlannedRound, Transfer
+from ringtile.sequence.rounds import Round
+from ringtile.sequence.sharded import ShardedSequence
+from ringtile.transport.messages import Message
 
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,41 +37,41 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         out.zero_()
         lse.copy_(call.sinks[None, :, None])
     rounded: Tensor | None = None
-    ring = call.sequence.ring
-    for i, block_k, block_v in Keys(k, v, ring, call.sequence.transport).blocks():
-        if i == ring.plan.busy_rounds[-1] and out.dtype != q.dtype:
+    rounds = call.sequence.rounds_on(q.device)
+    for round, block_k, block_v in Keys(k, v, call.sequence, rounds).blocks():
+        if round is rounds[-1] and out.dtype != q.dtype:
             rounded = torch.empty_like(out, dtype=q.dtype)
-        state = Running(out, lse, fresh=i == 0 and call.sinks is None, rounded=rounded)
-        choose.forward(call, i, q, block_k, block_v, state)
+        state = Running(out, lse, fresh=round is rounds[0] and call.sinks is None, rounded=rounded)
+        choose.forward(call, round, q, block_k, block_v, state)
     return out if rounded is None else rounded, lse
 
 
 def backward(
     call: AttentionCall, final: Final, q: Tensor, k: Tensor, v: Tensor, *, rounds_keys: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `forward` took and gave, and the gradients of what it gave -> dq, dk, dv of the inputs' dtype.
+    """Return dq, dk, dv for the forward's inputs, its outputs and their gradients (`final`), of the inputs' dtype.
 
     rounds_keys: False leaves dk and dv in the state dtype, for more to be added to them.
     """
     state = ops.state_dtype(q.dtype)
-    ring = call.sequence.ring
-    keys, first = Keys(k, v, ring, call.sequence.transport), ring.plan.rounds[0]
+    rounds = call.sequence.rounds_on(q.device)
+    keys, first = Keys(k, v, call.sequence, rounds), rounds[0].planned
     fresh = first.in_place and first.num_keys == k.size(1)  # round 0 writes all of dk and dv
     dk, dv = ((x.new_empty if fresh else x.new_zeros)(x.shape, dtype=state) for x in (k, v))
     rounded: tuple[Tensor, Tensor] | None = None
-    if rounds_keys and fresh and len(ring.plan.busy_rounds) == 1 and state != k.dtype:
+    if rounds_keys and fresh and len(rounds) == 1 and state != k.dtype:
         rounded = k.new_empty(k.shape), v.new_empty(v.shape)
     dq = q.new_zeros(q.shape, dtype=state)
     add_returned: Callable[[Tensor, Tensor], None] | None = None
-    for i, block_k, block_v in keys.blocks():
-        round = ring.plan.rounds[i]
-        partial = None if round.in_place else keys.message(round.num_keys, state)
+    for round, block_k, block_v in keys.blocks():
+        planned = round.planned
+        partial = None if planned.in_place else keys.message(planned.num_keys, state)
         block_dk, block_dv = (dk, dv) if partial is None else partial.parts
         grads = Gradients(dq, block_dk, block_dv, fresh=fresh or partial is not None, rounded=rounded)
-        choose.backward(call, i, q, block_k, block_v, final, grads)
+        choose.backward(call, round, q, block_k, block_v, final, grads)
         if add_returned is not None:
             add_returned(dk, dv)
-        add_returned = None if partial is None else keys.give_back(i, partial)
+        add_returned = None if partial is None else keys.give_back(planned, partial)
     if add_returned is not None:
         add_returned(dk, dv)
     if not rounds_keys:
@@ -92,3 +97,125 @@ def empty_outputs(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
         q.new_empty((batch, num_queries, num_heads, v.size(3)), dtype=dtype),
         q.new_empty((batch, num_heads, num_queries), dtype=torch.float64),
     )
+
+
+# ---- what travels -------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Keys:
+    """One rank's keys and values, and the way to its peers: what travels in a ring, and when."""
+
+    k: Tensor  # (B, N, G, D)
+    v: Tensor  # (B, N, G, Dv)
+    sequence: ShardedSequence
+    rounds: tuple[Round, ...]
+    _sent: dict[object, Message] = field(default_factory=dict)  # the last one, by the places of its keys
+
+    def blocks(self) -> Iterator[tuple[Round, Tensor, Tensor]]:
+        """Yield each round, and its block of keys k (B, n, G, D) and values v (B, n, G, Dv).
+
+        Those of the next round travel until they are asked for. They start before the gradients of this round only
+        where no idle round lies between, because its peers, which may not be idle there, start theirs later: two ranks
+        post their messages to each other in one order.
+        """
+        wait = self._fetch(self.rounds[0].planned)
+        for round, after in zip(self.rounds, [*self.rounds[1:], None], strict=True):
+            k, v = wait()
+            follows = after is not None and after.planned.index == round.planned.index + 1
+            if after is not None and follows:
+                wait = self._fetch(after.planned)
+            yield round, k, v
+            if after is not None and not follows:
+                wait = self._fetch(after.planned)
+
+    def _fetch(self, round: PlannedRound) -> Callable[[], tuple[Tensor, ...]]:
+        """Start the exchange of a round; return a function that waits for its keys and values."""
+        ring, own = self.sequence.ring, (self.k, self.v)
+        me = ring.plan.rank
+        if round.in_place:
+            return lambda: own
+        sends, receives, parts = {}, {}, []
+        for transfer in round.outgoing:
+            if transfer.rank == me and transfer.is_head:
+                mine = tuple(x[:, : transfer.num_keys] for x in own)
+                continue
+            if (message := self._sent.get(transfer.places)) is None:  # most rounds send the same rows to another rank
+                self._sent.clear()
+                message = self._sent[transfer.places] = self._packed(own, transfer)
+            if transfer.rank == me:
+                mine = message.parts
+            else:
+                sends[ring.ranks[transfer.rank]] = message.flat
+        for transfer in round.incoming:
+            if transfer.rank == me:
+                parts.append(mine)
+            else:
+                message = self.message(transfer.num_keys, self.k.dtype)
+                receives[ring.ranks[transfer.rank]] = message.flat
+                parts.append(message.parts)
+        exchange = self.sequence.transport.exchange(sends, receives, f"round {round.index}")
+
+        def wait() -> tuple[Tensor, ...]:
+            exchange.wait()
+            if len(parts) == 1:
+                return parts[0]
+            block = self.message(round.num_keys, self.k.dtype).parts
+            for transfer, part in zip(round.incoming, parts, strict=True):
+                for x, y in zip(part, block, strict=True):
+                    ops.unshard_seq_(x, transfer.runs, 1, y)
+            return block
+
+        return wait
+
+    def give_back(self, round: PlannedRound, partial: Message) -> Callable[[Tensor, Tensor], None]:
+        """Start the way home of a block's gradients, and of those for the keys of this rank that others work on.
+
+        Return a function that waits for these and adds them to dk and dv in the order of ranks, whatever arrives first.
+        """
+        ring, dtype = self.sequence.ring, partial.parts[0].dtype
+        me = ring.plan.rank
+        sends, receives, returned = {}, {}, []
+        for transfer in round.incoming:
+            message = partial if len(round.incoming) == 1 else self._packed(partial.parts, transfer)
+            if transfer.rank == me:
+                mine = message
+            else:
+                sends[ring.ranks[transfer.rank]] = message.flat
+        for transfer in round.outgoing:
+            if transfer.rank == me:
+                returned.append(mine.parts)
+            else:
+                message = self.message(transfer.num_keys, dtype)
+                receives[ring.ranks[transfer.rank]] = message.flat
+                returned.append(message.parts)
+        exchange = self.sequence.transport.exchange(sends, receives, f"the gradients of round {round.index}")
+
+        def add_to(dk: Tensor, dv: Tensor) -> None:
+            exchange.wait()
+            for transfer, parts in zip(round.outgoing, returned, strict=True):
+                sums, terms = [], []
+                for row, packed, length in transfer.places:
+                    sums += [_rows(x, row, length) for x in (dk, dv)]
+                    terms += [_rows(part, packed, length) for part in parts]
+                torch._foreach_add_(sums, terms)  # on a GPU one launch
+
+        return add_to
+
+    def message(self, num_keys: int, dtype: torch.dtype) -> Message:
+        """Make room for keys and values of n tokens, or their gradients: k (B, n, G, D), then v (B, n, G, Dv)."""
+        batch, _, heads, k_dim = self.k.shape  # a shape costs what one size does
+        kinds = [((batch, num_keys, heads, dim), dtype) for dim in (k_dim, self.v.shape[3])]
+        return Message.empty(self.k, kinds)
+
+    def _packed(self, tensors: Sequence[Tensor], transfer: Transfer) -> Message:
+        """Copy the rows of a transfer out of tensors like k and v."""
+        message = self.message(transfer.num_keys, tensors[0].dtype)
+        for x, part in zip(tensors, message.parts, strict=True):
+            ops.shard_seq_(x, transfer.runs, 1, part)
+        return message
+
+
+def _rows(x: Tensor, first: int, count: int) -> Tensor:
+    """Return rows of x (B, N, ...)."""
+    return x if count == x.size(1) else x.narrow(1, first, count)

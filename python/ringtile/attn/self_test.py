@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from ringtile import ops, self_test
-from ringtile.attn.backend import Backend, Block, BlockMask, Final, Gradients, Ringtile, Running
+from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Running
 from ringtile.attn.call import AttentionDropout
 from ringtile.self_test.child_process import Question
+from ringtile.sequence.rounds import Queries, Round
 from ringtile.torch_ops import random_words
 
 
@@ -156,12 +157,11 @@ def _compared(
     out = torch.empty_like(q, dtype=state).resize_(*q.shape[:3], v.size(3))
     lse = torch.empty(1, q.size(2), num_tokens, dtype=torch.float64, device=q.device)
     parts = (slice(0, cut), slice(cut, num_tokens))
-    blocks = []
+    blocks, queries = [], Queries(q.device, begin.cpu(), end.cpu(), at.cpu())
     for part in parts:
         k_runs = ops.runs_tensor([(part.start, 1, 0, part.stop - part.start)])
-        bounds = [x.to(torch.int32)[None, part] for x in ((0 * at, seen_until) if two_sides else ())]
-        mask = BlockMask(begin.cpu(), end.cpu(), k_runs, tuple(x.cpu() for x in bounds), at.cpu())
-        blocks.append(Block(q, k[:, part], v[:, part], mask, begin, end, scale, 0.0, dropped, tuple(bounds), at))
+        bounds = [x.to(torch.int32)[None, part].cpu() for x in ((0 * at, seen_until) if two_sides else ())]
+        blocks.append(Block(q, k[:, part], v[:, part], Round(queries, k_runs, tuple(bounds)), scale, 0.0, dropped))
     rounded_out = torch.empty_like(out, dtype=q.dtype)
     first, second = blocks
     backend.forward(first, Running(out, lse, fresh=True))

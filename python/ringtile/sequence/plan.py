@@ -62,9 +62,10 @@ class Transfer:
 
 
 @dataclass(frozen=True, eq=False)
-class Round:
+class PlannedRound:
     """What one rank does in one round. This rank may be among the others, where its keys are part of a block."""
 
+    index: int
     k_runs: Tensor  # int64 CPU (R, 4): positions of the keys; local_begin = row of the block
     num_keys: int
     num_pairs: int  # unmasked (query, key) pairs, summed over the Bm mask rows
@@ -86,12 +87,13 @@ class RankPlan:
     rank: int
     begin: Tensor  # int32 CPU (Bm, N): the mask of this rank's queries
     end: Tensor
-    rounds: tuple[Round, ...]
+    positions: Tensor  # int64 CPU (N): of these queries
+    rounds: tuple[PlannedRound, ...]
 
     @functools.cached_property
-    def busy_rounds(self) -> tuple[int, ...]:
+    def busy_rounds(self) -> tuple[PlannedRound, ...]:
         """All but idle ones, and the first in any case."""
-        return tuple(i for i, round in enumerate(self.rounds) if i == 0 or not round.is_idle)
+        return tuple(round for round in self.rounds if round.index == 0 or not round.is_idle)
 
 
 def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = False) -> RankPlan:
@@ -115,7 +117,8 @@ def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = 
         travels = any(each.num_keys for each in (*incoming, *outgoing) if each.rank != rank)
         in_place = rank in key_ranks and not travels
         rounds.append(
-            Round(
+            PlannedRound(
+                index=i,
                 k_runs=torch.cat(runs).contiguous() if in_place else block,
                 num_keys=sum(each.num_keys for each in incoming),
                 num_pairs=int(pairs[rank, key_ranks].sum()),
@@ -125,7 +128,7 @@ def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = 
                 outgoing=() if in_place else outgoing,
             )
         )
-    return RankPlan(rank, mask.begin[:, positions], mask.end[:, positions], tuple(rounds))
+    return RankPlan(rank, mask.begin[:, positions], mask.end[:, positions], positions, tuple(rounds))
 
 
 def _positions(block: Tensor) -> Tensor:

@@ -24,11 +24,11 @@ from ringtile import arguments, ops
 from ringtile.checksum import checksum
 from ringtile.errors import InputError, RefusedError, RingtileError
 from ringtile.scheme import Scheme, Share, shares_of
-from ringtile.sequence.device_mask import DeviceMask
 from ringtile.sequence.heads import HeadGroup, join
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import RankPlan, Shape, rank_plan
+from ringtile.sequence.rounds import Round
 from ringtile.transport.groups import Group, group_name, only_group_of, transport_of
 from ringtile.transport.transport import Transport
 
@@ -89,8 +89,7 @@ class ShardedSequence:
         # Apart, by window and causal: torch.compile traces it, and would guard on every key.
         self._windows: dict[tuple[int, bool], ShardedSequence] = {}
         self.schemes: dict[Shape, str] = {}  # of `auto`, by the shape of a call
-        self._on_device: dict[torch.device, DeviceMask] = {}
-        self._positions: dict[torch.device, DeviceMask] = {}
+        self._rounds: dict[torch.device, tuple[Round, ...]] = {}
         # With two sides begin and end are copies: neither they nor what they are of may change.
         watched = (self.begin, self.end) if mask.key_begin is None else (self.begin, self.end, *mask.tensors)
         self._versions = [(x, _version(x)) for x in watched]
@@ -225,26 +224,14 @@ class ShardedSequence:
         layout = self.layout_tensor
         return ops.digest(layout, layout[:0], layout[:0]), ops.digest(self.begin, self.end, layout)
 
-    def bounds_on(self, device: torch.device, i: int) -> tuple[Tensor, ...]:
-        """Return begin and end of this rank's queries, int32 (B or 1, their number), copied to a GPU once.
+    def rounds_on(self, device: torch.device) -> tuple[Round, ...]:
+        """Return this rank's rounds on a device, without idle ones; their masks are copied to a GPU once.
 
-        With two sides, key_begin and key_end of the keys of round i too. Raise RefusedError where the current stream
-        captures a CUDA graph, and the mask is not on the GPU yet.
+        RefusedError where the current stream captures a CUDA graph, and the mask is not on the GPU yet.
         """
-        if device not in self._on_device:
-            plan = self.ring.plan
-            of_keys = [bound for round in plan.rounds for bound in round.key_bounds]
-            self._on_device[device] = DeviceMask(device, plan.begin, plan.end, *of_keys)
-        tensors = self._on_device[device].read()
-        return tensors[:2] + tensors[2 * i + 2 : 2 * i + 4]
-
-    def positions_on(self, device: torch.device) -> Tensor:
-        """Return int64: the global positions of those queries, in the same order; copied to a GPU and refused alike."""
-        if device not in self._positions:
-            plan, layout = self.ring.plan, self.ring.layout
-            self._positions[device] = DeviceMask(device, layout.positions(plan.rank))
-        (positions,) = self._positions[device].read()
-        return positions
+        if device not in self._rounds:
+            self._rounds[device] = Round.all_of(self.ring.plan, device)
+        return self._rounds[device]
 
     # ---- found again ----------------------------------------------------------------------------
 
