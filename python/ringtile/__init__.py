@@ -31,7 +31,6 @@ try:
     from ringtile.attn.attention import attention, ring_attention
     from ringtile.attn.call import AttentionDropout
     from ringtile.recurrent import kernels as _recurrent_kernels  # noqa: F401  registers its ops on fake tensors
-    from ringtile.sequence.cost import Plan, plan
     from ringtile.sequence.layout import Layout, Run
     from ringtile.sequence.mask import IntervalMask
     from ringtile.sequence.sharded import ShardedSequence
@@ -54,7 +53,9 @@ _LAZY = {
     "enable_context_parallel_dispatcher": "torch_context_parallel.parallel_style",
     "flex_attention": "torch_context_parallel.flex",
     "gated_delta_rule": "recurrent.functions",
+    "Plan": "planner.layer",
     "offload_activations": "hf.offload",
+    "plan": "planner.layer",
     "restore": "hf.trainer",
     "selective_scan": "recurrent.functions",
     "sequence_log_probs": "rl",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from ringtile.hf.norm import tile_norms
     from ringtile.hf.offload import offload_activations
     from ringtile.hf.trainer import enable, restore
+    from ringtile.planner.layer import Plan, plan
     from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
     from ringtile.rl import sequence_log_probs
     from ringtile.tiled.log_probs import tiled_log_probs

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from pool import run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RefusedError, RingMismatchError, ShardedSequence
-from ringtile.recurrent.costs import cost, size_of
+from ringtile.planner.recurrent_layer import cost, size_of
 from ringtile.recurrent.documents import Forest
 from test_recurrent_ranks import ROWS, SEQ_LEN, Case, Tensors, assert_close, of_out, of_ranks, problem
 

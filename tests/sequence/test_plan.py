@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ringtile import ops
 from ringtile.errors import InputError
-from ringtile.sequence.cost import Plan, plan
+from ringtile.planner.layer import Plan, plan
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import rank_plan

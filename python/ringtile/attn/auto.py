@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ringtile.attn.call import AttentionCall
-from ringtile.sequence.cost import plan_of
+from ringtile.scheme import Scheme
+from ringtile.sequence.cost import Counts
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
@@ -66,7 +67,7 @@ def cheapest(mask: IntervalMask, layout: Layout, shape: Shape, hosts: tuple[int,
     is_slow = host[:, None] != host if len({*hosts}) > 1 else torch.ones(len(hosts), len(hosts), dtype=torch.bool)
 
     def received(scheme: str) -> int:
-        forward, backward = plan_of(mask, layout, shape, scheme).sent_bytes
+        forward, backward = Counts(mask, layout, shape, Scheme.parse(scheme)).sent_bytes()
         return int(((forward + backward) * is_slow).sum(0).max())
 
     return min(candidates(hosts), key=received)  # the first of equal ones

@@ -16,7 +16,7 @@ from torch import Tensor
 from ringtile.attn.call import check_tensors
 from ringtile.bench.rows import DTYPES, Cost, forward_backward
 from ringtile.errors import ConfigError
-from ringtile.sequence.cost import Plan, plan
+from ringtile.planner.layer import Plan, plan
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 

@@ -14,7 +14,7 @@ from ringtile.first_batch.run import is_recording
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch
 from ringtile.hf.layers import LayerMask, layer_masks
 from ringtile.peak_memory import reset_peak_bytes
-from ringtile.sequence.cost import Plan, plan_of
+from ringtile.planner.layer import Plan, plan_of
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
 

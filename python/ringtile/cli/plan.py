@@ -22,12 +22,12 @@ from ringtile.cli.output import check_output, write_output
 from ringtile.config import Config
 from ringtile.errors import ConfigError, RingtileError
 from ringtile.planner.advice import layer_seconds
+from ringtile.planner.layer import Plan, plan_of
+from ringtile.planner.layer import plan as make_plan
+from ringtile.planner.recurrent_layer import KINDS, scheme_costs
+from ringtile.planner.recurrent_layer import table as recurrent_table
 from ringtile.planner.sizes import Rates, parse_rates, parse_tokens
-from ringtile.recurrent.plan import KINDS, scheme_costs
-from ringtile.recurrent.plan import table as recurrent_table
 from ringtile.scheme import EXPECTED
-from ringtile.sequence.cost import Plan, plan_of
-from ringtile.sequence.cost import plan as make_plan
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 

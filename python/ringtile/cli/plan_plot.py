@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from ringtile.sequence.cost import Plan
+from ringtile.planner.layer import Plan
 
 
 def plot_plan(path: pathlib.Path, plan: Plan, sent: Tensor) -> None:

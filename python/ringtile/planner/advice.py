@@ -10,10 +10,10 @@ import torch
 
 from ringtile.errors import RingtileError
 from ringtile.hf.batch import CHECKPOINTING
+from ringtile.planner.layer import Plan, plan_of
 from ringtile.planner.setup import Setup
 from ringtile.planner.sizes import Rates
 from ringtile.planner.step import StepMemory, TrainingStep
-from ringtile.sequence.cost import Plan, plan_of
 from ringtile.sequence.layout import Layout
 
 _MAX_LOCAL_TOKENS = 2**20  # planned; beyond, memory is a line through what was

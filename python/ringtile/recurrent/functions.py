@@ -21,11 +21,11 @@ from torch.overrides import handle_torch_function
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
 from ringtile.recurrent.choose import function_for
-from ringtile.recurrent.costs import groups_of_channels
 from ringtile.recurrent.documents import Documents, Piece
 from ringtile.recurrent.kernels import MAX_WIDTH
 from ringtile.recurrent.recurrence import Operand, Recurrence, walk
 from ringtile.recurrent.schemes import decide, run
+from ringtile.recurrent.shares import groups_of_channels
 from ringtile.recurrent.state_passing import Halos
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ringtile import derivatives, ops
-from ringtile.recurrent.costs import Share, shares
 from ringtile.recurrent.recurrence import EVERY_TOKEN, Operand, Recurrence, agreed
+from ringtile.recurrent.shares import Share, shares
 from ringtile.sequence.heads import HeadGroup, join
 from ringtile.transport.agreement import HeaderValue
 

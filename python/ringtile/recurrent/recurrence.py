@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringtile import ops
-from ringtile.recurrent.costs import Share
 from ringtile.recurrent.documents import Documents, Piece
+from ringtile.recurrent.shares import Share
 from ringtile.transport.agreement import HeaderValue
 
 EVERY_TOKEN = slice(None)

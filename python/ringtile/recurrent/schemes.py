@@ -6,8 +6,8 @@ from torch import Tensor
 
 from ringtile.errors import InputError, RefusedError, shown
 from ringtile.recurrent import heads, state_passing
-from ringtile.recurrent.costs import SCHEMES, check_heads
 from ringtile.recurrent.recurrence import Recurrence
+from ringtile.recurrent.shares import SCHEMES, check_heads
 from ringtile.scheme import Scheme
 
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ringtile import derivatives, ops
-from ringtile.recurrent.costs import shares_in_time
 from ringtile.recurrent.documents import Documents, Piece
 from ringtile.recurrent.recurrence import Recurrence, agreed
+from ringtile.recurrent.shares import shares_in_time
 from ringtile.sequence.device_mask import to_device
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.transport import Exchange, Transport

@@ -9,9 +9,9 @@ import torch
 
 from ringtile import ops
 from ringtile.errors import InputError, RefusedError
-from ringtile.recurrent.costs import SCHEMES, Cost, Size, cost, groups_of_channels, size_of
-from ringtile.recurrent.documents import Facts
+from ringtile.recurrent.documents import Facts, Forest, message_bytes
 from ringtile.recurrent.kernels import MAX_WIDTH
+from ringtile.recurrent.shares import SCHEMES, check_heads, groups_of_channels, shares
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 
@@ -20,6 +20,51 @@ KINDS = {  # of a layer, and the numbers that say how large it is
     "selective": ("channels", "state dim"),
     "conv": ("channels", "width"),
 }
+
+
+class Size(NamedTuple):
+    """Byte counts of one batch."""
+
+    num_head_groups: int
+    group_bytes: int  # of the inputs of a token that belong to a head group
+    shared_bytes: int  # of the inputs of a token that all head groups take
+    out_bytes: int  # of the outputs of a token and a head group
+    state_numel: int  # of all states
+    state_itemsize: int
+
+    @property
+    def state_bytes(self) -> int:
+        return self.state_numel * self.state_itemsize
+
+
+class Cost(NamedTuple):
+    """Bytes by rank. All together they are as many in the backward as in the forward."""
+
+    forward_sent: tuple[int, ...]
+    backward_sent: tuple[int, ...]
+
+
+def size_of(
+    kind: str, num_heads: int, num_groups: int, key_dim: int, value_dim: int, dtype: torch.dtype, batch: int
+) -> Size:
+    """Return the sizes of a layer whose inputs all are of dtype. kind: "gated_delta", "kda", "ssd" or "selective"."""
+    of_groups = 2 * num_groups * key_dim  # q and k, C and B
+    # v g beta; x dt
+    of_head = value_dim + {"gated_delta": 2, "kda": 1 + key_dim, "ssd": 1, "selective": value_dim}[kind]
+    num_head_groups, shared, split = num_heads, of_groups, num_heads * of_head
+    if num_groups > 1:
+        num_head_groups, shared, split = num_groups, 0, split + of_groups
+    state = ops.state_dtype(dtype).itemsize
+    token = batch * dtype.itemsize
+    out = token * num_heads // num_head_groups * value_dim
+    return Size(
+        num_head_groups,
+        token * split // num_head_groups,
+        token * shared,
+        out,
+        batch * num_heads * key_dim * value_dim,
+        state,
+    )
 
 
 class SchemeCost(NamedTuple):
@@ -80,6 +125,28 @@ def scheme_costs(
             )
         )
     return costs
+
+
+def cost(scheme: str, forest: Forest, layout: Layout, size: Size) -> Cost:
+    """Count the bytes of a scheme. RefusedError: it does not go with the layout, or there are too few heads."""
+    ranks = range(layout.world_size)
+    if scheme == "states":
+        sent = message_bytes(forest, layout, size.state_bytes)
+        return Cost(
+            tuple(sum(sent.get((rank, other), 0) for other in ranks) for rank in ranks),
+            tuple(sum(sent.get((other, rank), 0) for other in ranks) for rank in ranks),
+        )
+    check_heads(size.num_head_groups, layout.world_size)
+    counts = [end - begin for begin, end, _ in shares(size.num_head_groups, layout.world_size)]
+    forward, backward = [], []
+    for rank in ranks:
+        own, others = layout.local_len(rank), layout.seq_len - layout.local_len(rank)
+        of_others = size.num_head_groups - counts[rank]
+        inputs = own * (of_others * size.group_bytes + (len(ranks) - 1) * size.shared_bytes)
+        forward.append(inputs + others * counts[rank] * size.out_bytes)
+        gradients = others * (counts[rank] * size.group_bytes + size.shared_bytes)
+        backward.append(own * of_others * size.out_bytes + gradients)
+    return Cost(tuple(forward), tuple(backward))
 
 
 def table(costs: Sequence[SchemeCost]) -> str:
