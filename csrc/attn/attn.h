@@ -1,4 +1,4 @@
-// The preconditions of attention. The entry points of the CPU and CUDA kernels and of the reference check them.
+// The preconditions of attention. The entry points of the CPU and CUDA kernels check them.
 #ifndef RINGTILE_ATTN_ATTN_H
 #define RINGTILE_ATTN_ATTN_H
 

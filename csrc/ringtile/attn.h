@@ -92,11 +92,6 @@ typedef struct rt_attn_delta_params {
 rt_status rt_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                         void *delta, rt_parallel parallel);
 
-// Forward and backward straight from the formula, in f64, one query and one key at a time: the oracle of the C tests.
-// They need no workspace and run on the calling thread.
-rt_status rt_attn_fwd_reference(const rt_attn_params *p);
-rt_status rt_attn_bwd_reference(const rt_attn_params *p);
-
 #ifdef __cplusplus
 }
 #endif

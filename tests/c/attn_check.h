@@ -3,6 +3,7 @@
 #define RINGTILE_TESTS_ATTN_CHECK_H
 
 #include "attn_bounds.h"
+#include "attn_reference.h"
 
 typedef enum pass { FORWARD, BACKWARD } pass;
 

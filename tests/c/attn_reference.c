@@ -1,10 +1,11 @@
 // Attention straight from the formula, in f64, one query and one key at a time: the oracle of the C tests. It has
 // neither tiles nor vectors, and reads only the keys that a query attends.
-#include "attn.h"
+#include "attn_reference.h"
 
-#include "../dropout/dropout.h"
-#include "../dropout/philox.h"
-#include "../half.h"
+#include "../../csrc/attn/attn.h"
+#include "../../csrc/dropout/dropout.h"
+#include "../../csrc/dropout/philox.h"
+#include "../../csrc/half.h"
 
 #include <math.h>
 
