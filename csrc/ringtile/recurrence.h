@@ -8,6 +8,10 @@
 extern "C" {
 #endif
 
+// Tokens of a chunk: a forward keeps the states between chunks for its backward. Channels that a task of the selective
+// scan takes at once.
+enum { RT_CHUNK_TOKENS = 64, RT_SELECTIVE_CHANNELS = 64 };
+
 // Tokens t of one document act on a state S (K, V) of each head, in order:
 //   S = diag(exp g_t) S,    u_t = beta_t (v_t - S^T k_t)   or, without beta, u_t = dt_t v_t,
 //   S = S + k_t u_t^T,      out_t = scale S^T q_t + D v_t.

@@ -7,9 +7,6 @@
 
 #include <stdatomic.h>
 
-enum { RT_CHUNK_TOKENS = 64 };
-enum { RT_SELECTIVE_CHANNELS = 64 }; // of one task of the selective scan
-
 // The state before a chunk: 0, the row's initial state, or (>= 0) one that the forward keeps.
 enum { RT_STATE_ZERO = -2, RT_STATE_INITIAL = -1 };
 

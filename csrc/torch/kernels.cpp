@@ -13,6 +13,7 @@
 #define RT_MODULE "_cuda"
 #define RT_MODULE_INIT PyInit__cuda
 #define RT_METHODS nullptr
+#define RT_ADD_CONSTANTS(module) 0
 // Weak: a torch without CUDA lacks it, and the object, which binds all its symbols at once, must load there for the
 // tests.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream);
@@ -21,8 +22,10 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 #define RT_DISPATCH_KEY CPU
 #define RT_MODULE "_C"
 #define RT_MODULE_INIT PyInit__C
-extern PyMethodDef shared_memory_methods[]; // csrc/torch/shared_memory.cpp
+extern PyMethodDef shared_memory_methods[];   // csrc/torch/shared_memory.cpp
+int ringtile_add_constants(PyObject *module); // csrc/torch/sequence.cpp
 #define RT_METHODS shared_memory_methods
+#define RT_ADD_CONSTANTS(module) ringtile_add_constants(module)
 #endif
 
 namespace {
@@ -411,4 +414,9 @@ STABLE_TORCH_LIBRARY_IMPL(ringtile, RT_DISPATCH_KEY, m) {
 // Importing the module loads the shared object, whose static initializers register the ops above.
 static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT, RT_MODULE, nullptr, -1, RT_METHODS, nullptr, nullptr, nullptr, nullptr};
-PyMODINIT_FUNC RT_MODULE_INIT(void) { return PyModule_Create(&module_def); }
+PyMODINIT_FUNC RT_MODULE_INIT(void) {
+    PyObject *module = PyModule_Create(&module_def);
+    if (module == nullptr || RT_ADD_CONSTANTS(module) == 0) return module;
+    Py_DECREF(module);
+    return nullptr;
+}

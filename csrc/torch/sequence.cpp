@@ -1,4 +1,7 @@
-// The schemas of all ops, and the ops that only the CPU has: layouts, plans and the instruction set.
+// The schemas of all ops, the ops that only the CPU has (layouts, plans and the instruction set), and the numbers of
+// the C core that Python asks for.
+#include <Python.h> // first, as its documentation asks
+
 #include "binding.h"
 
 namespace {
@@ -252,3 +255,22 @@ STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
 
 // It has no tensor argument to dispatch on.
 STABLE_TORCH_LIBRARY_IMPL(ringtile, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&cpu_isa)); }
+
+// ---- constants ---------------------------------------------------------------------------------
+
+int ringtile_add_constants(PyObject *module) {
+    const std::pair<const char *, long> numbers[] = {{"MAX_HEAD_DIM", RT_MAX_HEAD_DIM},
+                                                     {"MAX_CONV_WIDTH", RT_MAX_CONV_WIDTH},
+                                                     {"CHUNK_TOKENS", RT_CHUNK_TOKENS},
+                                                     {"SELECTIVE_CHANNELS", RT_SELECTIVE_CHANNELS}};
+    for (const auto &[name, number] : numbers)
+        if (PyModule_AddIntConstant(module, name, number) != 0) return -1;
+    PyObject *isas = Py_BuildValue("(ssss)", rt_isa_name(RT_ISA_GENERIC), rt_isa_name(RT_ISA_AVX2),
+                                   rt_isa_name(RT_ISA_AVX512), rt_isa_name(RT_ISA_AVX512_BF16));
+    PyObject *kinds = Py_BuildValue("{s:i,s:i,s:i,s:i}", "silu", RT_GLU_SILU, "gelu", RT_GLU_GELU, "gelu_tanh",
+                                    RT_GLU_GELU_TANH, "relu", RT_GLU_RELU);
+    const bool added = isas != nullptr && kinds != nullptr && PyModule_AddObjectRef(module, "ISA_NAMES", isas) == 0 &&
+                       PyModule_AddObjectRef(module, "GLU_KINDS", kinds) == 0;
+    Py_XDECREF(isas), Py_XDECREF(kinds);
+    return added ? 0 : -1;
+}

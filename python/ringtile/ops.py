@@ -42,10 +42,13 @@ except ImportError as error:
 
 _ops = torch.ops.ringtile
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 512
-ISA_NAMES = ("generic", "avx2", "avx512", "avx512_bf16")
+MAX_HEAD_DIM: int = _C.MAX_HEAD_DIM
+MAX_CONV_WIDTH: int = _C.MAX_CONV_WIDTH
+CHUNK_TOKENS: int = _C.CHUNK_TOKENS  # between the states that a recurrence keeps for its backward
+SELECTIVE_CHANNELS: int = _C.SELECTIVE_CHANNELS  # that the kernel of the selective scan takes at once
+ISA_NAMES: tuple[str, ...] = _C.ISA_NAMES
 MIN_CUDA_CAPABILITY = (8, 0)  # of setup.py's lowest architecture
-GLU_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+GLU_KINDS: dict[str, int] = _C.GLU_KINDS
 
 
 # ---- devices ------------------------------------------------------------------------------------
@@ -111,7 +114,8 @@ warn_of_missing_kernels()
 def cpu_isa() -> str:
     """Return the instruction set of the CPU kernels. BuildError: RINGTILE_CPU_ISA names another."""
     try:
-        return ISA_NAMES[_ops.cpu_isa()]
+        name: str = ISA_NAMES[_ops.cpu_isa()]
+        return name
     except RuntimeError as error:
         raise BuildError(str(error).splitlines()[0]) from error
 

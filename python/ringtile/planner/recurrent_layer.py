@@ -10,7 +10,6 @@ import torch
 from ringtile import ops
 from ringtile.errors import InputError, RefusedError
 from ringtile.recurrent.documents import Facts, Forest, message_bytes
-from ringtile.recurrent.kernels import MAX_WIDTH
 from ringtile.recurrent.shares import SCHEMES, check_heads, groups_of_channels, shares
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -92,8 +91,8 @@ def scheme_costs(
         )
     if kind == "conv":
         channels, width = numbers
-        if not 2 <= width <= MAX_WIDTH:
-            raise InputError(f"the layer is conv with a width of {width}; expected 2..{MAX_WIDTH}")
+        if not 2 <= width <= ops.MAX_CONV_WIDTH:
+            raise InputError(f"the layer is conv with a width of {width}; expected 2..{ops.MAX_CONV_WIDTH}")
         state = ops.state_dtype(dtype).itemsize
         size = Size(1, 0, 0, 0, batch * (width - 1) * channels, state)
     elif kind == "selective":

@@ -28,6 +28,7 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ringtile import ops
 from ringtile.attn.attention import RingAttention
 from ringtile.attn.call import AttentionCall
 from ringtile.errors import RefusedError
@@ -212,7 +213,7 @@ class TrainingStep:
             self._images.enter(group, size)
         if self._is_recurrent:
             facts = Documents(sequence).facts  # of real masks
-            _ = facts.whole, *(facts.windows(before) for before in range(1, kernels.MAX_WIDTH))
+            _ = facts.whole, *(facts.windows(before) for before in range(1, ops.MAX_CONV_WIDTH))
         phases: dict[str, dict[str, int]] = {}
         device, mixed = "cuda" if setup.on_gpu else "cpu", batch if self._is_recurrent else None
         with self._fake, live, _planning(self), as_on(device), active(mixed):

@@ -22,7 +22,6 @@ from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
 from ringtile.recurrent.choose import function_for
 from ringtile.recurrent.documents import Documents, Piece
-from ringtile.recurrent.kernels import MAX_WIDTH
 from ringtile.recurrent.recurrence import Operand, Recurrence, walk
 from ringtile.recurrent.schemes import decide, run
 from ringtile.recurrent.shares import groups_of_channels
@@ -91,8 +90,8 @@ def causal_conv1d(
     op, tensors = "causal_conv1d", {"x": x, "weight": weight, "bias": bias}
     with _checking(op, tensors, (sequence, mask, layout, group)) as documents:
         _, sizes = _check_tensors(op, tensors, documents)
-        if not 2 <= sizes["W"] <= MAX_WIDTH:
-            raise InputError(f"weight is {tuple(weight.shape)}; expected a width of 2..{MAX_WIDTH}")
+        if not 2 <= sizes["W"] <= ops.MAX_CONV_WIDTH:
+            raise InputError(f"weight is {tuple(weight.shape)}; expected a width of 2..{ops.MAX_CONV_WIDTH}")
         if activation not in ("", "silu"):
             raise InputError(f"activation is {shown(activation)}; expected '' or 'silu'")
         pieces, function = documents.pieces, function_for(op, x, sizes["W"])

@@ -29,9 +29,6 @@ from ringtile.recurrent import self_test as recurrent_self_test
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
-MAX_WIDTH = 8
-_CHUNK = 64  # tokens between the states that a forward keeps for its backward (csrc/scan/chunks.h)
-
 _ops = torch.ops.ringtile
 
 
@@ -173,7 +170,7 @@ def _unit_last_stride(x: Tensor) -> Tensor:
 
 
 def _num_states(num_tokens: int) -> int:
-    return (num_tokens - 1) // _CHUNK if num_tokens else 0
+    return (num_tokens - 1) // ops.CHUNK_TOKENS if num_tokens else 0
 
 
 _Fake = TypeVar("_Fake", bound=Callable[..., Any])

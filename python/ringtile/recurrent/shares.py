@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import itertools
 
+from ringtile import ops
 from ringtile.errors import RefusedError
 
 SCHEMES = ("states", "heads")
-_CHANNELS = 64  # of a selective scan, that its kernel takes at once (csrc/scan/chunks.h)
 _SHARES_PER_RANK = 2  # of the heads, in states: two keep W ranks at work for two thirds of the time or more
 
 Share = tuple[int, int, int]  # (begin, end, num_head_groups): the head groups begin .. end of as many
@@ -22,7 +22,7 @@ Share = tuple[int, int, int]  # (begin, end, num_head_groups): the head groups b
 
 def groups_of_channels(num_channels: int) -> int:
     """Return the number of head groups of a selective scan: of as many channels as its kernel takes at once, or one."""
-    return num_channels if num_channels % _CHANNELS else num_channels // _CHANNELS
+    return num_channels if num_channels % ops.SELECTIVE_CHANNELS else num_channels // ops.SELECTIVE_CHANNELS
 
 
 def shares(num_head_groups: int, num_shares: int) -> list[Share]:
