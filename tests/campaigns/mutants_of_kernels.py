@@ -194,9 +194,9 @@ MUTANTS = [
     ),
     Mutant(
         "dropout: queries at their local places",
-        "python/ringtile/sequence/sharded.py",
-        "DeviceMask(device, layout.positions(plan.rank))",
-        "DeviceMask(device, torch.arange(layout.local_len(plan.rank)))",
+        "python/ringtile/sequence/rounds.py",
+        "DeviceMask(self.device, self.positions)",
+        "DeviceMask(self.device, torch.arange(self.positions.numel()))",
         "tests/attn/test_attention_dropout.py -k masks_are_those",
     ),
     Mutant(
@@ -393,9 +393,9 @@ MUTANTS = [
     ),
     Mutant(
         "two sides: intervals of round 0 in every round",
-        "python/ringtile/sequence/sharded.py",
-        "tensors[:2] + tensors[2 * i + 2 : 2 * i + 4]",
-        "tensors[:4]",
+        "python/ringtile/sequence/rounds.py",
+        "cls(queries, each.k_runs, each.key_bounds, each)",
+        "cls(queries, each.k_runs, plan.rounds[0].key_bounds, each)",
         "tests/attn/test_ring.py -k world_size",
     ),
     Mutant(

@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant(
         "ring: outputs taken as initialized",
         "python/ringtile/attn/ring.py",
-        "fresh=i == 0 and call.sinks is None,",
+        "fresh=round is rounds[0] and call.sinks is None,",
         "fresh=False,",
         "tests/attn/test_ring.py",
     ),
