@@ -188,7 +188,7 @@ def attention_mask(**kwargs: Any) -> Tensor | None:
         setattr(empty, _INTERVALS, (drawn,))
         return empty
     mask = eager_mask if _needs_eager(kwargs["config"]) else sdpa_mask
-    return cast("Tensor | None", mask(**kwargs))
+    return mask(**kwargs)
 
 
 def _needs_eager(config: Any) -> bool:

@@ -404,13 +404,13 @@ def _mask(**options: Any) -> Tensor | None:
     several rows that are generated are padded, or where images attend both ways."""
     step, window = _steps[-1], options.get("local_size")
     if step._batch is None and options["batch_size"] > 1:
-        return sdpa_mask(**{**options, "allow_is_causal_skip": False})  # type: ignore[no-any-return]
+        return sdpa_mask(**{**options, "allow_is_causal_skip": False})
     is_sharded = step._batch is not None and step._batch.sequence.world_size > 1
     if step._images is not None and step._images.draws_masks and not is_sharded:
-        return sdpa_mask(**{**options, "allow_is_causal_skip": False})  # type: ignore[no-any-return]
+        return sdpa_mask(**{**options, "allow_is_causal_skip": False})
     if is_sharded or window is None or options["kv_length"] <= window:
         return None
-    return sdpa_mask(**options)  # type: ignore[no-any-return]
+    return sdpa_mask(**options)
 
 
 class _Attention(RingAttention):
