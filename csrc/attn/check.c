@@ -1,4 +1,4 @@
-// Every precondition of attention; the entry points check them once.
+// Every precondition of attention, which each call checks.
 #include "attn.h"
 
 #include "../arrays.h"

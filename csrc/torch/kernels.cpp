@@ -81,7 +81,7 @@ uint32_t word_of(const char *op, const char *name, int64_t value) {
     return static_cast<uint32_t>(value);
 }
 
-// What is dropped; positions: of the queries. Nothing where the probability is 0.
+// Dropout arguments; rows, and positions of the queries, are required iff probability > 0.
 struct DropoutArgs {
     double probability;
     int64_t seed, step, stream;

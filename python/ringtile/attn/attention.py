@@ -19,7 +19,7 @@ from ringtile import arguments, derivatives, ops
 from ringtile.attn import op, ulysses
 from ringtile.attn.auto import resolved
 from ringtile.attn.call import AttentionCall, AttentionDropout, AttentionKernel, check_options
-from ringtile.errors import InputError, shown
+from ringtile.errors import InputError, PeerLostError, RingMismatchError, shown
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
@@ -72,18 +72,18 @@ def ring_attention(
     try:
         check_given("ring_attention", sequence, *parts)
         scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
-        if not through_op:
+        options = scale, softcap, attention_kernel, sinks, dropout
+        if through_op:
+            out, lse = op.attend(q, k, v, sequence or op.SequenceTensors.of(*parts), *options)
+        else:  # dispatching a Python op costs more than a small block
             made = sequence or ShardedSequence.of(*parts)
-            call = AttentionCall(made, scale, softcap, attention_kernel, sinks, dropout, return_lse).fitted(q, k, v)
+            out, lse = _attend(AttentionCall.of(made, q, k, v, *options, return_lse), q, k, v, sinks)
+    except (RingMismatchError, PeerLostError):  # which the others have too
+        raise
     except Exception as error:
         if not is_traced(q):
             tell_others("ring_attention", error, sequence, layout, group)
         raise
-    if through_op:
-        given = sequence or op.SequenceTensors.of(*parts)
-        out, lse = op.attend(q, k, v, given, scale, softcap, sinks, dropout, attention_kernel)
-    else:  # dispatching a Python op costs more than a small block
-        out, lse = _attend(call, q, k, v, sinks)
     return (out, lse.to(ops.state_dtype(q.dtype))) if return_lse else out
 
 

@@ -40,8 +40,7 @@ def scheme_of(sequence: ShardedSequence, shape: Shape) -> str:
     if sequence.scheme == "usp":
         return usp_of_hosts(hosts)
     if shape not in sequence.schemes:
-        with sequence.transport.propagate_errors("ring_attention forward"):
-            sequence.schemes[shape] = cheapest(sequence.mask, sequence.layout, shape, hosts)
+        sequence.schemes[shape] = cheapest(sequence.mask, sequence.layout, shape, hosts)
     return sequence.schemes[shape]
 
 

@@ -54,7 +54,7 @@ class AttentionDropout:
 
 
 class AttentionCall(NamedTuple):
-    """What a call is about, besides q, k and v. `fitted` gives one that can run."""
+    """What a call is about, besides q, k and v. `of` makes one that can run."""
 
     sequence: ShardedSequence
     scale: float
@@ -64,14 +64,26 @@ class AttentionCall(NamedTuple):
     dropout: AttentionDropout | None = None  # None where its probability is 0
     returns_lse: bool = True  # where ranks share heads, lse travels back only then
 
-    def fitted(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-        """Return the call as the kernels take it.
+    @classmethod
+    def of(
+        cls,
+        sequence: ShardedSequence,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        softcap: float,
+        attention_kernel: str,
+        sinks: Tensor | None,
+        dropout: AttentionDropout | None,
+        returns_lse: bool = True,
+    ) -> AttentionCall:
+        """Return the call as the kernels take it. scale, softcap: from `check_options`.
 
         Raise InputError where the tensors, whose storages were checked, do not fit each other, the kernels or the
         sequence.
         """
-        sequence, sinks, dropout = self.sequence, self.sinks, self.dropout
-        check_tensors(q, k, v, self.scale, self.softcap, sinks, None if dropout is None else dropout.rows)
+        check_tensors(q, k, v, scale, softcap, sinks, None if dropout is None else dropout.rows)
         sequence.check_call("q", q)
         sequence.transport.check_device(q.device)
         num_queries, num_keys = q.shape[1], k.shape[1]
@@ -80,10 +92,8 @@ class AttentionCall(NamedTuple):
                 f"q has {num_queries} tokens, k and v have {num_keys}; the layout gives rank {sequence.rank} "
                 f"{sequence.local_len} of {sequence.seq_len} tokens"
             )
-        if sinks is None and dropout is None:
-            return self
         sinks = None if sinks is None else sinks.detach().to(ops.state_dtype(q.dtype))
-        return self._replace(sinks=sinks, dropout=dropout and dropout.in_numbers())
+        return cls(sequence, scale, softcap, attention_kernel, sinks, dropout and dropout.in_numbers(), returns_lse)
 
     def of_heads(self, heads: range) -> AttentionCall:
         """Return the call for some of the query heads."""

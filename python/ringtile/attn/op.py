@@ -47,9 +47,9 @@ def attend(
     sequence: ShardedSequence | SequenceTensors,
     scale: float,
     softcap: float = 0.0,
+    attention_kernel: str = "auto",
     sinks: Tensor | None = None,
     dropout: AttentionDropout | None = None,
-    attention_kernel: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse, through the op, which takes no objects; `_call` is the way back. `check_options` was run."""
     drop = (0.0, 0, 0, 0) if dropout is None else (dropout.probability, dropout.seed, dropout.step, dropout.stream)
@@ -72,8 +72,9 @@ _INPUTS = (
     "ringtile::ring_attention", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)", tags=NOT_IN_CUDA_GRAPHS
 )
 def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    call = resolved(_call("forward", q, k, v, *given), q, k, v)
-    return ulysses.forward(call, q, k, v)[:2]
+    with transport_of(given[-3]).propagate_errors("ring_attention forward"):
+        call = resolved(_call(q, k, v, *given), q, k, v)
+        return ulysses.forward(call, q, k, v)[:2]
 
 
 @torch.library.custom_op(
@@ -86,21 +87,21 @@ def _ring_attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dsinks (empty without sinks)."""
-    call = resolved(_call("backward", q, k, v, *given), q, k, v)
     saved, sinks = ulysses.Saved(q, k, v, out, lse), given[3]
-    dq, dk, dv, dsinks = ulysses.backward(call, saved, Shape.of(q, k, v), dout, dlse, sinks, is_local=True)
+    with transport_of(given[-3]).propagate_errors("ring_attention backward"):
+        call = resolved(_call(q, k, v, *given), q, k, v)
+        dq, dk, dv, dsinks = ulysses.backward(call, saved, Shape.of(q, k, v), dout, dlse, sinks, is_local=True)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
-def _call(direction: str, q: Tensor, k: Tensor, v: Tensor, *given: Any) -> AttentionCall:
+def _call(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> AttentionCall:
     """Return the call that `attend` wrote down in numbers and tensors."""
     begin, end, layout, sinks, rows, (scale, softcap, probability), counters, group_name, kernel, scheme = given
-    with transport_of(group_name).propagate_errors(f"ring_attention {direction}"):
-        sequence = ShardedSequence.of_tensors(begin, end, layout, group_name, scheme)
-        dropout = None if rows is None else AttentionDropout(probability, rows, *counters)
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            arguments.check_storage(name, x)
-        return AttentionCall(sequence, scale, softcap, kernel, sinks, dropout).fitted(q, k, v)
+    sequence = ShardedSequence.of_tensors(begin, end, layout, group_name, scheme)
+    dropout = None if rows is None else AttentionDropout(probability, rows, *counters)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        arguments.check_storage(name, x)
+    return AttentionCall.of(sequence, q, k, v, scale, softcap, kernel, sinks, dropout)
 
 
 @_ring_attention.register_fake

@@ -218,9 +218,8 @@ def _agreed(
     if transport.world_size == 1:
         return contextlib.nullcontext()
     op = f"ring_attention {direction}"
-    with transport.propagate_errors(op):
-        choose.check(call, *qkv, shape, takes_dlse)
-        layout_digest, mask_digest = sequence.digests
+    choose.check(call, *qkv, shape, takes_dlse)
+    layout_digest, mask_digest = sequence.digests
     fields: dict[str, HeaderValue] = {
         "batch": shape.batch,
         "seq_len": sequence.seq_len,

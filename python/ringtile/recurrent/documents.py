@@ -91,7 +91,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """Of one rank, computed once. Holds no sequence, so that remembering it keeps none alive."""
+    """What a recurrence asks about one rank's mask and layout, computed once. Holds no sequence, which is its key."""
 
     mask: IntervalMask
     layout: Layout
@@ -142,7 +142,7 @@ class Facts:
 
 
 class Documents(NamedTuple):
-    """Of a call on one rank."""
+    """The documents of a call on one rank."""
 
     sequence: ShardedSequence
 

@@ -130,7 +130,7 @@ def _backward(
 
 @dataclass(frozen=True)
 class _Messages:
-    """Those of one call: at most one between two neighboring pieces, for each share."""
+    """The messages of one call: at most one between two neighboring pieces, for each share."""
 
     transport: Transport
     kept: dict[int, Tensor] = field(default_factory=dict)  # for the next piece, if it is of this rank too, by share

@@ -89,7 +89,7 @@ def warn_once(kernel: str, where: str, reason: str, instead: str) -> None:
 
 
 def forget() -> None:
-    """As in a new process."""
+    """Reset all verdicts, as in a new process."""
     failures.clear()
     child_process.forget()
     _warned.clear()

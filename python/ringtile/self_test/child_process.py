@@ -61,7 +61,7 @@ class Question(NamedTuple):
 
 
 def why_not(device: torch.device, *questions: Question) -> str:
-    """What is wrong with the first kernel; "" if nothing is. Finds out about all of them, and then about likely ones.
+    """Test the given kernels, then those that a training run usually needs next; return the failure of the first.
 
     A kernel that cannot be tested is not used, and is tested again by the next process.
     """

@@ -1,4 +1,4 @@
-"""What says the mask of a rank's queries, in the memory of a GPU for as long as the GPU may read it."""
+"""Device copies of mask bounds, kept alive until every stream and CUDA graph that reads them is done."""
 
 from __future__ import annotations
 

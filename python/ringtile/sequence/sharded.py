@@ -220,7 +220,7 @@ class ShardedSequence:
 
     @functools.cached_property
     def digests(self) -> tuple[int, int]:
-        """Of the layout, and of mask and layout: 64 bits each, which ranks compare."""
+        """(digest of the layout, digest of mask and layout), 64 bits each; compared across ranks."""
         layout = self.layout_tensor
         return ops.digest(layout, layout[:0], layout[:0]), ops.digest(self.begin, self.end, layout)
 
@@ -261,8 +261,7 @@ class ShardedSequence:
     ) -> ShardedSequence:
         """Return the sequence whose `begin`, `end` and `layout_tensor` these are, as an op receives them.
 
-        A living one is known by these tensors themselves, or by equal ones; else one is made. Raise InputError or
-        LayoutError.
+        Look a living one up by tensor identity, then by value; make one otherwise. Raise InputError or LayoutError.
         """
         given, transport = (begin, end, layout), transport_of(group_name)
         living = [
