@@ -23,7 +23,7 @@ MAX_NAMED = 20  # names that an error lists
 NESTED = {"size": "context_parallel_size", "scheme": "context_parallel_scheme", "layout": "layout"}
 # Keys of other libraries that can mean nothing else: taken, with what they say besides.
 _SIZE: tuple[str, dict[str, Any]] = ("context_parallel_size", {})
-_TAKEN = {
+TAKEN = {
     **dict.fromkeys(("cp_size", "cp_degree", "cp_world_size", "context_parallel_degree"), _SIZE),
     **dict.fromkeys(("sp_size", "sequence_parallel_size", "sequence_parallel_degree"), _SIZE),
     "ulysses_sequence_parallel_size": ("context_parallel_size", {"context_parallel_scheme": "ulysses"}),
@@ -155,9 +155,9 @@ def flat(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
-    keys = {name: value for name, value in given.items() if name not in _TAKEN}
-    for name in [name for name in given if name in _TAKEN]:
-        key, besides = _TAKEN[name]
+    keys = {name: value for name, value in given.items() if name not in TAKEN}
+    for name in [name for name in given if name in TAKEN]:
+        key, besides = TAKEN[name]
         said = {key: given[name], **besides}
         for ours, value in said.items():
             if keys.setdefault(ours, value) != value:
@@ -174,7 +174,7 @@ def _in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
 def nearest_key(key: str, valid: Collection[str]) -> str:
     """Completes the error for an unknown key: a valid key that is close, or all of them, or the closest of many."""
     key, names = str(key)[:MAX_KEY], sorted(valid)
-    if (same := _ELSEWHERE.get(key) or _TAKEN.get(key, ("", {}))[0]) in names:
+    if (same := _ELSEWHERE.get(key) or TAKEN.get(key, ("", {}))[0]) in names:
         return f"did you mean {same}?"
     if close := difflib.get_close_matches(key, names, n=1):
         return f"did you mean {close[0]}?"

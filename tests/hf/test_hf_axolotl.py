@@ -17,6 +17,7 @@ import yaml
 from hf_training import TOLERANCE, Padded, assert_equal_training, make_rows, make_trainer, train
 from pool import run_ranks
 from pydantic import BaseModel, ValidationError
+from transformers import Trainer
 
 needs_axolotl = pytest.mark.skipif(not importlib.util.find_spec("axolotl"), reason="axolotl is not installed")
 
@@ -61,8 +62,52 @@ def test_old_name_of_the_size_and_the_section_are_read():
 
 
 def test_two_sizes_are_named():
-    with pytest.raises(ringtile.ConfigError, match="context_parallel_size is 4 but context_parallel_size is 2 too"):
+    with pytest.raises(ringtile.ConfigError, match=r"sequence_parallel_degree is 2, .* is 4;"):
         registered(context_parallel_size=4, sequence_parallel_degree=2)
+    with pytest.raises(ringtile.ConfigError, match="size is 4 but context_parallel_size is 2 in the mapping ringtile"):
+        registered(context_parallel_size=4, ringtile={"context_parallel_size": 2})
+
+
+def test_names_of_other_libraries_are_taken():
+    """axolotl drops a key that it does not know, without a word."""
+    assert registered(cp_size=2) == {"ringtile": {"context_parallel_size": 2}}
+    both = {"context_parallel_size": 2, "context_parallel_scheme": "ulysses"}
+    assert registered(ulysses_sequence_parallel_size=2) == {"ringtile": both}
+    assert registered(ringtile={"context_parallel": {"size": 2}}) == {"ringtile": {"context_parallel_size": 2}}
+
+
+@pytest.mark.parametrize("value", [True, "legacy", "hidden_states", False, "disk"])
+def test_offloading_into_host_memory_is_taken_over(value):
+    cfg = registered(activation_offloading=value)
+    left = {"activation_offloading": value, "ringtile": {}}
+    assert cfg == (left if value in (False, "disk") else {"ringtile": {"activation_offload": True}})
+
+
+CUT_CROSS_ENTROPY = ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "name"),
+    [
+        ({"plugins": CUT_CROSS_ENTROPY}, "cut_cross_entropy"),
+        ({"cut_cross_entropy": True, "plugins": CUT_CROSS_ENTROPY}, "cut_cross_entropy"),
+        ({"liger_fused_linear_cross_entropy": True}, "liger_fused_linear_cross_entropy"),
+        ({"chunked_cross_entropy": True}, "chunked_cross_entropy"),
+    ],
+)
+def test_losses_without_all_logits_become_tiled_loss(cfg, name):
+    taken = registered(**cfg, context_parallel_size=2)
+    assert taken == cfg | {name: False, "ringtile": {"context_parallel_size": 2, "tiled_loss": True}}
+    assert registered(**cfg, tiled_loss=True)["ringtile"] == {"tiled_loss": True}
+    with pytest.raises(ringtile.ConfigError, match=f"{name} is on and tiled_loss is False; expected tiled_loss: true"):
+        registered(**cfg, context_parallel_size=2, tiled_loss=False)
+    whole = registered(**cfg, tiled_norm=True)  # axolotl's losses are made for these
+    assert whole == cfg | {"ringtile": {"tiled_norm": True}}
+
+
+def test_a_loss_that_is_off_stays_off():
+    cfg = {"plugins": CUT_CROSS_ENTROPY, "cut_cross_entropy": False, "context_parallel_size": 2}
+    assert registered(**cfg)["ringtile"] == {"context_parallel_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -77,10 +122,12 @@ def test_two_sizes_are_named():
         ({"size": 4, "backend": "ulysses"}, {"scheme": "ulysses"}),
         ({"size": 4, "backend": "usp", "ulysses_size": 2}, {"scheme": "usp:2"}),
         ({"size": 4, "ulysses_size": 2, "ring_size": 2}, {"scheme": "usp:2"}),
+        ({"size": 4, "backend": "ring", "shard_in_collator": True}, {"scheme": "ring"}),
+        ({"size": 4, "shard_in_collator": False}, {}),
         ({"size": 4, "scheme": "ulysses", "layout": "striped"}, {"scheme": "ulysses", "layout": "striped"}),
     ],
 )
-def test_the_mapping_of_axolotl_0_20_is_taken_over(given, ours):
+def test_the_mapping_of_axolotl_is_taken_over(given, ours):
     """Left where it is, axolotl would share the sequence once more."""
     names = {"scheme": "context_parallel_scheme", "layout": "layout"}
     expected = {"context_parallel_size": 4} | {names[key]: value for key, value in ours.items()}
@@ -110,6 +157,7 @@ def test_the_mapping_of_axolotl_0_20_is_taken_over(given, ours):
         ),
         ({"context_parallel": {"size": 4, "load_balance": ["auto"]}}, "context_parallel.load_balance is"),
         ({"context_parallel": {"size": 4, "ring_impl": "hf_kernels"}}, "context_parallel.ring_impl is 'hf_kernels'"),
+        ({"context_parallel": {"size": 4, "shard_in_collator": "no"}}, "context_parallel.shard_in_collator is 'no'"),
         ({"context_parallel": {"size": 4, "head_parallel": 2}}, "unknown key context_parallel.head_parallel"),
         ({"context_parallel": {"backend": "ring", "scheme": "ulysses"}}, "scheme is 'ulysses' but axolotl's keys"),
         ({"context_parallel": {"size": 4}, "context_parallel_size": 2}, "context_parallel_size is 2 but the mapping"),
@@ -164,9 +212,46 @@ def test_trainer_is_enabled_once_it_is_built():
     assert run_ranks(2, _enabled) == [(2, "contiguous")] * 2
 
 
-def test_orpo_is_refused():
+def test_orpo_and_shared_experts_are_refused():
     with pytest.raises(ringtile.ConfigError, match="orpo_alpha"):
         _plugin().RingtilePlugin().post_trainer_create({"orpo_alpha": 0.1}, None)
+    cfg = {"expert_parallel_size": 2, "ringtile": {"context_parallel_size": 2}}
+    with pytest.raises(ringtile.ConfigError, match="expert_parallel_size is 2 and context_parallel_size 2;"):
+        _plugin().RingtilePlugin().post_trainer_create(cfg, None)
+
+
+def _rows_are_balanced_for():
+    plugin, trainer = _plugin().RingtilePlugin(), make_trainer(max_steps=1)
+    trainer._data_parallel_size = lambda: trainer.args.world_size  # as axolotl 0.21 has it
+    cfg = {"context_parallel_size": 2}
+    plugin.register(cfg)
+    plugin.post_trainer_create(cfg, trainer)
+    groups = trainer._data_parallel_size()
+    ringtile.restore(trainer)
+    return groups, trainer._data_parallel_size()
+
+
+def test_labels_are_balanced_over_groups_of_ranks():
+    """balance_labels orders rows for as many ranks as it is told; one process has one."""
+    assert run_ranks(2, _rows_are_balanced_for) == [(1, 2)] * 2
+
+
+class AxolotlTrainer(Trainer):
+    __module__ = "axolotl.core.trainers.base"
+
+
+def _axolotl_shards_too(config):
+    parallelism = types.SimpleNamespace(cp_enabled=True, cp_size=2, sp_enabled=False)
+    trainer = make_trainer(trainer_class=AxolotlTrainer, max_steps=1)
+    with mock.patch.object(trainer.accelerator.state, "parallelism_config", parallelism, create=True):
+        ringtile.enable(trainer, config)
+
+
+@pytest.mark.parametrize("config", [{"context_parallel_size": 2}, {"tiled_loss": True}])
+def test_a_second_partition_is_refused(config):
+    """Without the plugin axolotl sees its keys, shards each batch itself, and ringtile would shard the shards."""
+    with pytest.raises(ringtile.RefusedError, match="axolotl's own context parallelism is on, with 2 ranks"):
+        _axolotl_shards_too(config)
 
 
 # ---- axolotl itself -----------------------------------------------------------------------------

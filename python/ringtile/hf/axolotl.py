@@ -7,25 +7,30 @@ MLP. The plugin reads the file first and moves the keys under `ringtile`, where 
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, field_validator
 
-from ringtile.config import Config, flat
+from ringtile.config import TAKEN, Config, flat
 from ringtile.errors import ConfigError
 from ringtile.hf.trainer import enable
 
+logger = logging.getLogger("ringtile")
+
 _SECTION = "ringtile"
-_OLD_SIZE = "sequence_parallel_degree"  # what axolotl called context_parallel_size
 # What axolotl's mapping `context_parallel` may say since 0.20, in ringtile's words; None: as ringtile does by default.
-# Source: axolotl/integrations/context_parallel/args.py of 0.20.0.
+# Source: axolotl/integrations/context_parallel/args.py of 0.20.0 and 0.21.0.
 _BACKENDS = {"auto": "auto", "ring": "ring", "ulysses": "ulysses", "usp": None}
 _ROTATIONS = {"alltoall": "ring", "allgather": "all_gather"}
 _LAYOUTS = {"auto": None, "none": "contiguous", "head_tail": "zigzag"}
 _KERNELS = {"auto": None}
-_LEFT_TO_AXOLOTL = {"gc_steps"}  # it means the same to axolotl
+_SHARDERS = {True: None, False: None}  # where axolotl cuts the shards
+_OFFLOADS = (True, "legacy", "hidden_states")  # the ways of axolotl's activation_offloading into host memory
+_LOSSES = ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")  # without all logits
 
 
 class RingtileArgs(BaseModel):
@@ -55,18 +60,17 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
         Raises ConfigError when a key has two different values, and for a way of sharing that ringtile does not have.
         """
         _translate(cfg)
-        section = dict(cfg.get(_SECTION) or {})
+        section = flat(dict(cfg.get(_SECTION) or {}))
         if section and cfg.get("use_ray") and cfg.get("context_parallel_size") == 1:
             del cfg["context_parallel_size"]  # Ray workers register again, after axolotl's validation added the default
-        for key in (_OLD_SIZE, *Config.model_fields):
-            if key in _LEFT_TO_AXOLOTL or cfg.get(key) is None:
-                continue
-            name = "context_parallel_size" if key == _OLD_SIZE else key
-            value = cfg.pop(key)
-            if section.setdefault(name, value) != value:
+        for key, value in flat(_take(cfg)).items():
+            if section.setdefault(key, value) != value:
                 raise ConfigError(
-                    f"{key} is {value!r} but {name} is {section[name]!r} too; expected one value, given in one place"
+                    f"{key} is {value!r:.80} but {key} is {section[key]!r:.80} in the mapping {_SECTION}; expected one "
+                    f"value, given in one place"
                 )
+        if section.get("context_parallel_size", 1) != 1 or section.get("tiled_loss"):
+            _replace_losses(cfg, section)
         cfg[_SECTION] = section
 
     def get_input_args(self) -> str:
@@ -82,7 +86,44 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         if cfg.get("orpo_alpha"):
             raise ConfigError("orpo_alpha is set; remove it: its loss compares full sequences and a rank has a shard")
-        enable(trainer, _config(cfg))
+        config, experts = _config(cfg), cfg.get("expert_parallel_size") or 1
+        if experts > 1 and config.context_parallel_size > 1:
+            raise ConfigError(
+                f"expert_parallel_size is {experts} and context_parallel_size {config.context_parallel_size}; expected "
+                f"one of them to be 1: experts that ranks share have not been compared with one process"
+            )
+        patches = enable(trainer, config)
+        if hasattr(trainer, "_data_parallel_size"):  # since 0.21: for how many ranks balance_labels picks rows
+            patches.wrap(trainer, "_data_parallel_size", lambda original: original() // config.context_parallel_size)
+
+
+def _take(cfg: MutableMapping[str, Any]) -> dict[str, Any]:
+    """Takes ringtile's keys, and other libraries' names for them, out of axolotl's sight. Returns them."""
+    left = {"gc_steps"}  # means the same to axolotl
+    if cfg.get("activation_offloading") in _OFFLOADS:
+        cfg["activation_offloading"] = True
+    else:
+        left.add("activation_offloading")
+    names = dict.fromkeys((*Config.model_fields, *TAKEN))
+    return {name: cfg.pop(name) for name in names if name not in left and cfg.get(name) is not None}
+
+
+def _replace_losses(cfg: MutableMapping[str, Any], section: dict[str, Any]) -> None:
+    """Has tiled_loss take the place of axolotl's losses, which would take a shard for a sequence."""
+    listed = any(str(plugin).endswith("CutCrossEntropyPlugin") for plugin in cfg.get("plugins") or ())
+    if listed and cfg.get("cut_cross_entropy") is None:
+        cfg["cut_cross_entropy"] = True  # what its plugin takes it for
+    for name in _LOSSES:
+        if not cfg.get(name):
+            continue
+        if section.setdefault("tiled_loss", True) is not True:
+            raise ConfigError(
+                f"{name} is on and tiled_loss is {section['tiled_loss']!r:.80}; expected tiled_loss: true, which takes "
+                f"its place on shards, or {name}: false"
+            )
+        cfg[name] = False
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning(f"{name} is taken as tiled_loss: true")
 
 
 def _translate(cfg: MutableMapping[str, Any]) -> None:
@@ -93,6 +134,7 @@ def _translate(cfg: MutableMapping[str, Any]) -> None:
     if not isinstance(given, Mapping):
         raise ConfigError(f"context_parallel is {given!r:.80}; expected a mapping with size, backend and load_balance")
     there = {key: value for key, value in given.items() if value is not None}
+    _meaning(there, "shard_in_collator", _SHARDERS)
     translated = {"scheme": _scheme(there), "layout": _meaning(there, "load_balance", _LAYOUTS)}
     _meaning(there, "ring_impl", _KERNELS)
     for key, value in translated.items():
@@ -131,15 +173,15 @@ def _scheme(there: dict[str, Any]) -> str | None:
     return rotation or scheme
 
 
-def _meaning(there: dict[str, Any], key: str, meanings: Mapping[str, str | None]) -> str | None:
+def _meaning(there: dict[str, Any], key: str, meanings: Mapping[Any, str | None]) -> str | None:
     """Takes a key of axolotl out of the mapping. Returns ringtile's word for its value. ConfigError: it has none."""
     value = there.pop(key, None)
     if value is None:
         return None
-    if not isinstance(value, str) or value not in meanings:
+    if not isinstance(value, str | bool) or value not in meanings:
         raise ConfigError(
             f"context_parallel.{key} is {value!r:.80}, which ringtile does not have; expected one of "
-            f"{', '.join(meanings)}, or ringtile's own keys (context_parallel_scheme, layout)"
+            f"{', '.join(map(str, meanings))}, or ringtile's own keys (context_parallel_scheme, layout)"
         )
     return meanings[value]
 

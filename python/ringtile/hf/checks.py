@@ -122,6 +122,7 @@ def check_sizes(trainer: Trainer, config: Config) -> None:
 
 def check_trainer(trainer: Trainer) -> None:
     """Raises RefusedError or ConfigError when the Trainer's numbers would differ from those of one process."""
+    _check_one_partition(trainer)
     _check_touch_points(trainer)
     args, name = trainer.args, type(trainer).__name__
     refused = {
@@ -326,6 +327,18 @@ def _refuse_modules(model: PreTrainedModel, reasons: dict[str, tuple[str, str]])
             raise RefusedError(
                 f"{path} ({type(module).__name__}) {reason}; expected tokens that ranks can share: {INSTEAD}"
             )
+
+
+def _check_one_partition(trainer: Trainer) -> None:
+    """Raises RefusedError where axolotl shards each batch itself: its Trainer says so through accelerate alone."""
+    parallelism = parallelism_of(trainer.accelerator)
+    is_axolotls = any(cls.__module__.startswith("axolotl.") for cls in type(trainer).__mro__)
+    if is_axolotls and parallelism is not None and parallelism.cp_enabled:
+        raise RefusedError(
+            f"axolotl's own context parallelism is on, with {parallelism.cp_size} ranks, and would shard each shard "
+            f"once more; expected ringtile's plugin, which takes over context_parallel_size: "
+            f"plugins: [ringtile.hf.axolotl.RingtilePlugin]"
+        )
 
 
 def _check_touch_points(trainer: Trainer) -> None:
