@@ -418,6 +418,20 @@ MUTANTS = [
         "tests/hf/test_hf_axolotl.py -k mapping",
     ),
     Mutant(
+        "axolotl: shards are sharded once more",
+        "python/ringtile/hf/checks.py",
+        "    _check_one_partition(trainer)\n",
+        "",
+        "tests/hf/test_hf_axolotl.py -k second_partition",
+    ),
+    Mutant(
+        "axolotl: a fused loss gets shards",
+        "python/ringtile/hf/axolotl.py",
+        "        cfg[name] = False\n",
+        "",
+        "tests/hf/test_hf_axolotl.py -k tiled_loss",
+    ),
+    Mutant(
         "GLU: not found under ZeRO-3",
         "python/ringtile/tiled/glu.py",
         "        nn.functional.linear = _LINEAR\n",

@@ -284,9 +284,21 @@ def test_axolotl_itself_never_sees_our_keys():
     assert cfg.ringtile == keys
     assert (cfg.context_parallel_size, cfg.tiled_mlp, cfg.tiled_mlp_num_shards) == (1, None, None)
     assert validated(BASE, sequence_parallel_degree=4).ringtile == {"context_parallel_size": 4}
-    cfg = validated(BASE, context_parallel={"size": 2, "backend": "ring"})
+    cfg = validated(BASE, context_parallel={"size": 2, "backend": "ring", "shard_in_collator": True})
     assert cfg.ringtile == {"context_parallel_size": 2, "context_parallel_scheme": "ring"}
     assert (cfg.context_parallel_size, (cfg.context_parallel or {}).get("size", 1)) == (1, 1)
+
+
+@needs_axolotl
+@pytest.mark.parametrize("engine", [{}, {"deepspeed": "zero3.json"}])
+def test_axolotl_itself_asks_accelerate_for_no_groups(engine):
+    """Under DeepSpeed, axolotl 0.21 has accelerate's Ulysses share a sequence, else its own or accelerate's mesh."""
+    from axolotl.utils.trainer import setup_parallelism_envs
+
+    with mock.patch.dict(os.environ):
+        before = dict(os.environ)
+        setup_parallelism_envs(validated(BASE, context_parallel_size=2, **engine))
+        assert dict(os.environ) == before
 
 
 @needs_axolotl

@@ -30,6 +30,8 @@ PAGE = ROOT / "docs" / "guide" / "versions.md"
 BEGIN, END = "<!-- the table of make matrix -->\n", "<!-- end of the table -->\n"
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "deepspeed")
 SUITE = ("tests/attn/test_ops.py", "tests/attn/test_ring_gloo.py", "tests/hf/test_hf_matrix.py")
+RUNNER = ("pytest", "pytest-timeout")
+AXOLOTL = ("tests/hf/test_hf_axolotl.py", "tests/hf/test_axolotl_train.py")
 # Where the compiled ops do not load, an error names what was found and what is expected.
 REFUSED = """
 import ringtile
@@ -55,8 +57,11 @@ ROWS = [
     Row("3.14", ""),
     Row("3.10", "2.11", oldest=True),
     Row("3.11", "2.13", ("axolotl-ringmaster",), tests=("tests/cli/test_bench.py", *SUITE)),
-    # axolotl pins its packages, below the versions of [hf], and torch <= 2.13.
-    Row("3.12", "2.13", ("axolotl==0.19.0", "pytest", "pytest-timeout"), "", tests=("tests/hf/test_hf_axolotl.py",)),
+    # axolotl pins its packages, some below the versions of [hf].
+    *(
+        Row("3.12", "2.13", (f"axolotl=={axolotl}", "deepspeed<0.20", *RUNNER), "", tests=AXOLOTL)
+        for axolotl in ("0.19.0", "0.20.0", "0.21.0")
+    ),
     Row("3.11", "2.10", extra=None, tests=()),
 ]
 
@@ -157,7 +162,8 @@ def table(folder: pathlib.Path) -> str:
         file = folder / f"row-{number}.json"
         untried = {"versions": {"python": row.python, "torch": row.torch}, "verdict": "not tried", "date": ""}
         result = json.loads(file.read_text()) if file.exists() else untried
-        beside = [other for other in row.others if "pytest" not in other] + ["oldest versions"] * row.oldest
+        beside = [other for other in row.others if re.split("[<=]", other)[0] not in (*PACKAGES, *RUNNER)]
+        beside += ["oldest versions"] * row.oldest
         cells = [result["versions"].get(name, "") for name in columns]
         cells += [", ".join(beside), result["verdict"].replace("|", "\\|"), result["date"]]
         lines.append(f"| {' | '.join(cells)} |")
