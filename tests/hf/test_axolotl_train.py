@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from test_hf_axolotl import needs_axolotl
 
 PROGRAM = pathlib.Path(__file__).parent / "axolotl_train.py"
-# What both runs have. Rows come in their own order: ZeRO-3 draws other numbers while it loads a model.
+# What both runs have. Rows come in their own order, whatever an engine draws before.
 RUN = """
 base_model: tiny
 datasets: [{path: text.jsonl, ds_type: json, type: completion, field: text}]
