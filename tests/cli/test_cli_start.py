@@ -5,6 +5,7 @@ A rank that still waits 10 s after the first has ended is killed by `run_command
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import pathlib
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from pool import run_command
-from ringtile.cli import environment, training, world
+from ringtile.cli import environment, train, training, world
 from ringtile.errors import ConfigError, PeerLostError, RefusedError
 from test_cli_train import TRAINING, write_config
 
@@ -134,6 +135,8 @@ def test_no_rank_waits_for_a_store_whose_host_is_stopped(monkeypatch: pytest.Mon
 
 
 class _Nothing:
+    timeout_seconds = 1.0
+
     def mapping(self) -> dict[str, Any]:
         return {}
 
@@ -166,10 +169,32 @@ def test_a_port_that_another_program_has_is_named_in_time(
         monkeypatch.setenv("MASTER_PORT", port)
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(error) as raised:
-            world.alike(_Nothing, timeout_seconds=1.0)
+            world.alike(_Nothing)
     assert message.format(port=port) in str(raised.value)
     for thread in set(threading.enumerate()) - before:  # what torch says when the listener ends belongs to this test
         thread.join(10.0)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("as_rank_1")
+@pytest.mark.parametrize(("address", "rank"), [("127.0.0.1", "0"), ("127.0.0.1", "1"), ("no-such-host.invalid", "1")])
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_start_waits_as_long_as_the_file_says(
+    address: str, rank: str, broken: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    """The other rank does not come, or the address has no host. A rank whose file is broken says that."""
+    config = write_config(tmp_path, timeout_seconds="soon" if broken else 1.0)
+    monkeypatch.setattr(world, "_TELL_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("RANK", rank)
+    began = time.monotonic()
+    with pytest.raises((ConfigError, PeerLostError)) as raised:
+        train.run(argparse.Namespace(config=config, plot=None, compare=False))
+    assert time.monotonic() - began < 1.0 + world._ANSWER_SECONDS + 5.0
+    said = "timeout_seconds is 'soon'" if broken else "the 2 ranks of WORLD_SIZE did not meet at MASTER_ADDR and MASTER"
+    assert said in str(raised.value)
 
 
 @pytest.mark.long

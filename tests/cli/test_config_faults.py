@@ -306,6 +306,8 @@ def test_wrong_variables_of_a_launcher_are_named(
 
 
 class _Said:
+    timeout_seconds = 20.0
+
     def __init__(self, **mapping: Any) -> None:
         self._mapping = mapping
 
@@ -326,7 +328,7 @@ def _meet(port: int, said: list[dict[str, Any] | None], variables: dict[str, str
             return _Said(**mapping)
 
         try:
-            world.alike(load, timeout_seconds=20)
+            world.alike(load)
             error = ""
         except ConfigError as refused:
             error = str(refused)

@@ -75,6 +75,11 @@ class Recipe:
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
+    @property
+    def timeout_seconds(self) -> float:
+        """How long a rank waits for the others, in seconds."""
+        return self.ringtile.timeout_seconds
+
     def alone(self, data_parallel_size: int, output_dir: str) -> Recipe:
         """The same training in one plain process: no context parallelism, no tiles, the same rows per step."""
         rows = self.training.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)

@@ -30,11 +30,15 @@ from ringtile.errors import ConfigError, PeerLostError, RingtileError, shown, wi
 _LINGER_SECONDS = 3.0  # at most: the rank that hosts the store waits for the others to read why they end
 _TOGETHER_SECONDS = 0.5  # how long a rank that fails waits for the others to fail too
 _LOOK_SECONDS = 0.2  # between two looks at the store
+_TELL_SECONDS = 60.0  # how long a rank that cannot load, and so knows no timeout, tries to tell the others why
 _ANSWER_SECONDS = 3.0  # more than the host of the store needs for an answer, on a machine that is busy too
 
 
 class Described(Protocol):
-    """What a rank is about to do: mapping() has plain types, and no secrets."""
+    """What a rank is about to do: mapping() has plain types, and no secrets; timeout_seconds: to wait for others."""
+
+    @property
+    def timeout_seconds(self) -> float: ...
 
     def mapping(self) -> dict[str, Any]: ...
 
@@ -47,9 +51,9 @@ _answers = True  # whether whoever hosts the store does
 _said: str | None = None  # by `fail`
 
 
-def alike(load: Callable[[], T], timeout_seconds: float = 600.0) -> T:
+def alike(load: Callable[[], T]) -> T:
     """load(), on every rank of the world. ConfigError on all ranks, with one text, when a rank cannot load, or when
-    two ranks load different things; PeerLostError: a rank does not come.
+    two ranks load different things; PeerLostError: a rank does not come within the timeout of what was loaded.
     """
     global _store, _watch
     environment.check_world()
@@ -57,12 +61,15 @@ def alike(load: Callable[[], T], timeout_seconds: float = 600.0) -> T:
         return load()
     rank, world_size = environment.rank(), environment.world_size()
     mine: T | None = None
+    refused: RingtileError | None = None
     said: dict[str, Any] = {"WORLD_SIZE": world_size}
+    timeout_seconds = _TELL_SECONDS
     try:
         mine = load()
         said |= {"mapping": mine.mapping()}
+        timeout_seconds = mine.timeout_seconds
     except RingtileError as error:
-        said |= {"error": str(error)}
+        refused, said["error"] = error, str(error)
     timeout = datetime.timedelta(seconds=timeout_seconds)
 
     def tell() -> str:
@@ -76,6 +83,8 @@ def alike(load: Callable[[], T], timeout_seconds: float = 600.0) -> T:
         _store = store = PrefixStore("ringtile", found)
         verdict = _within(timeout_seconds + _ANSWER_SECONDS, tell)
     except (DistError, RuntimeError, ValueError, concurrent.futures.TimeoutError) as error:
+        if refused is not None:
+            raise refused from None
         reason = " ".join(str(error).split())[:200]
         if "EADDRINUSE" in reason:
             raise ConfigError(
