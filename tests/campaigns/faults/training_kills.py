@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import gc
 import math
 import multiprocessing
 import os
@@ -38,8 +39,8 @@ PHASES = ("forward", "backward", "reduction", "evaluation", "saving")
 WORLDS = ((2, 2), (3, 3), (4, 2), (4, 4))  # (ranks, ranks that share a sequence)
 TIMEOUT_SECONDS = 4.0  # until a stopped rank is missed
 NO_TIMEOUT_SECONDS = 60.0  # a killed one is noticed without
-END_SECONDS = {"train": 2.0, "trainer": 12.0}  # from the kill, or the timeout, to the end of the process: Python's own
-# end of a script takes seconds where all ranks end on a few cores, and the command does without
+END_SECONDS = 2.0  # from the kill, or from the timeout, to the end of the process
+PARENT_SECONDS = 5.0  # more, where a killed rank has workers: torch's look for their parent so often
 BUSY_SECONDS = 3.0  # more, where other programs use the cores; only a rank later than that is a bug
 LIMIT_SECONDS = 60.0  # then a rank counts as hung
 
@@ -62,7 +63,8 @@ class Trial:
 
     def late(self, ends: list[float]) -> float:
         """Return how many seconds too late the last of these ranks ended; at most 0: none did. ends: from the kill."""
-        return max(ends, default=0.0) - END_SECONDS[self.program] - (self.timeout if self.stops else 0.0)
+        workers = PARENT_SECONDS if self.workers else 0.0
+        return max(ends, default=0.0) - END_SECONDS - (self.timeout if self.stops else workers)
 
     @classmethod
     def draw(cls, rng: random.Random, number: int) -> Trial:
@@ -96,7 +98,9 @@ def campaign(trials: int | None, seed: int) -> Counts:
             name = f"stop (after the timeout of {TIMEOUT_SECONDS:g} s)" if stops else "kill"
             median, longest = statistics.median(ends), max(ends)
             counts.notes.insert(0, f"{len(ends)} ranks, {name} to end: median {median:.2f} s, longest {longest:.2f} s")
-    counts.notes.insert(0, f"{late} trials in which a rank ended later than {END_SECONDS} s after the kill or timeout")
+    counts.notes.insert(
+        0, f"{late} trials in which a rank ended later than {END_SECONDS:g} s after the kill or timeout"
+    )
     return counts
 
 
@@ -212,6 +216,7 @@ def _rank(rank: int, trial: Trial, folder: str, variables: dict[str, str]) -> No
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         status = 1
+    gc.freeze()  # Python's end would read every object that was ever imported, for seconds where ranks share cores
     ctypes.pythonapi.Py_Exit(status)
 
 
