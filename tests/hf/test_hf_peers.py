@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import datetime
 import gc
 import os
 import signal
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from pool import Pool, run_command, run_ranks
 from ringtile import PeerLostError, RingMismatchError, enable, restore
 from ringtile.hf.patches import Patches
 from ringtile.hf.peers import Peers, of_a_collective
+from ringtile.transport import groups
+from ringtile.transport.process_group import ProcessGroupTransport
 from test_cli_train import TRAINING, write_config
 from torch.distributed import distributed_c10d
 from transformers import Trainer, TrainerCallback
@@ -191,6 +195,46 @@ def test_a_rank_that_does_not_come_is_named_after_timeout_seconds(name):
     finally:
         pool.close()
     assert said.startswith("rank 1 was lost in the first call of rank 0: ")
+
+
+class _OfADevice(ProcessGroupTransport):
+    """Makes calls on a device that the host runs ahead of: "meta", which carries nothing."""
+
+    def check_device(self, device):
+        pass
+
+    def _open(self, device):
+        pass
+
+
+class _Steps:
+    def step(self):
+        return "done"
+
+
+def _steps_on_a_device():
+    """What rank 0's second step returns before rank 1 has come to it."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    groups._transports[group] = _OfADevice(group)
+    peers, patches, steps, store = Peers(10.0), Patches(), _Steps(), distributed_c10d._get_default_store()
+    peers._group = SimpleNamespace(size=2, process_group=group, device=torch.device("meta"))
+    peers.meet_before(steps, "step", patches)
+    said = [steps.step()]
+    if dist.get_rank() == 1:
+        store.wait(["rank 0 has gone on"])
+    try:
+        said.append(steps.step())
+    finally:
+        store.set("rank 0 has gone on", "")
+    return said
+
+
+def test_the_host_of_a_device_waits_for_no_rank_at_a_step():
+    pool = Pool(2)
+    try:
+        assert pool.run(_steps_on_a_device) == [["done", "done"]] * 2
+    finally:
+        pool.close()
 
 
 def _timeout_of_the_world():

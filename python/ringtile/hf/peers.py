@@ -114,16 +114,17 @@ class Peers:
         """Makes a method, which all ranks call for each step, wait for those that share a sequence first."""
 
         def method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            self._meet("the next step of the Trainer")
+            if self._group is not None:  # the host of a GPU runs ahead here too, and a later call finds a difference
+                self._meet("the next step of the Trainer", self._group.device)
             return original(*args, **kwargs)
 
         patches.wrap(owner, name, method)
 
-    def _meet(self, what: str) -> None:
+    def _meet(self, what: str, device: torch.device | str = "cpu") -> None:
         """Waits for the ranks that share a sequence, for timeout_seconds: without it, one that has stopped or called
-        something else would be waited for in the engine's next collective, for its own timeout."""
+        something else would be waited for in the engine's next collective, for its own timeout. device: see `agree`."""
         if self._group is not None and self._group.size > 1:
-            with transport_of(self._group.process_group).agree(what, {}):
+            with transport_of(self._group.process_group).agree(what, {}, device):
                 pass
 
     def _lost(self, error: PeerLostError) -> Loss | None:
