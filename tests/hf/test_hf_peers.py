@@ -6,6 +6,7 @@ import datetime
 import gc
 import os
 import signal
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from faults.training_kills import PHASES, Trial, run
 from hf_training import make_trainer
 from pool import Pool, run_command, run_ranks
 from ringtile import PeerLostError, RingMismatchError, enable, restore
+from ringtile.hf import peers as hf_peers
 from ringtile.hf.patches import Patches
 from ringtile.hf.peers import Peers, of_a_collective
 from ringtile.transport import groups
@@ -133,6 +135,61 @@ def test_save_model_on_one_rank_alone_leaves_the_others_names_right(fails):
     for rank in (0, 1):
         assert said[rank].startswith(f"rank 2 was lost in train() of rank {rank}: ValueError: of rank 2"), said
     assert said[2] == "of rank 2"
+
+
+def _one_rank_stays(goes_on):
+    """What each rank does where rank 1 raises in train(), and then neither ends nor, maybe, trains again."""
+    hf_peers._LEAVE_SECONDS = 0.5
+    peers, rank, store = Peers(10.0), dist.get_rank(), distributed_c10d._get_default_store()
+    try:
+        with peers.named("train"):
+            if rank == 1:
+                raise ValueError("of rank 1")
+            dist.barrier()
+            return "trained"
+    except PeerLostError as error:
+        store.set("rank 0 has ended", "")
+        return str(error)
+    except ValueError:
+        if not goes_on:
+            store.wait(["rank 0 has ended"], datetime.timedelta(seconds=20))
+            return "stayed"
+        with peers.named("train"):
+            time.sleep(1.5)
+            dist.barrier()
+            return "trained"
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_no_rank_waits_for_one_that_has_raised_and_stays(goes_on):
+    pool = Pool(2)
+    try:
+        said = pool.run(_one_rank_stays, goes_on)
+    finally:
+        pool.close()
+    lost = "rank 1 was lost in train() of rank 0: ValueError: of rank 1; see rank 1's log for the cause"
+    assert said == (["trained", "trained"] if goes_on else [lost, "stayed"])
+
+
+def _some_ranks_raise(ranks):
+    """Whether all can go on, where no other one waits for these in train()."""
+    hf_peers._LEAVE_SECONDS = 0.5
+    peers = Peers(10.0)
+    if dist.get_rank() in ranks:
+        with contextlib.suppress(ValueError), peers.named("train"):
+            raise ValueError("of these ranks")
+    time.sleep(1.5)
+    dist.barrier()
+    return True
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_ranks_that_have_raised_where_none_waits_can_go_on(ranks):
+    pool = Pool(2)
+    try:
+        assert pool.run(_some_ranks_raise, ranks) == [True, True]
+    finally:
+        pool.close()
 
 
 def _failures_in_turn():

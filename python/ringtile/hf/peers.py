@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ from ringtile.transport.groups import transport_of
 from ringtile.transport.transport import Transport, reason_of
 
 _SEARCH_SECONDS = 1.25  # how long a rank waits for its neighbours to fail too, of the 2 s that its end may take
+_LEAVE_SECONDS = 5.0  # after which a rank that has raised, and is still there, tells those that wait for it
 
 
 class Peers:
@@ -42,6 +44,7 @@ class Peers:
         self._failure: PeerLostError | None = None
         self._depth = 0  # of `named`: how deep this rank is in it
         self._failed = False  # whether the other ranks have heard that this one has, since `named` last began
+        self._leaving = threading.Timer(0.0, lambda: None)  # once this rank has raised
         neighbours = failures.neighbours(self.rank, world_size)
 
         def exchange(hello: bytes) -> dict[int, bytes]:
@@ -54,6 +57,13 @@ class Peers:
         except PeerGoneError as gone:
             raise _lost(gone.peer, f"enable() of rank {self.rank}", gone.reason) from None
         self._detector = failures.SocketFailureDetector(self.rank, world_size, channel)
+        me = weakref.ref(self)
+
+        def hear_left() -> None:
+            if (peers := me()) is not None:
+                peers._stop_waiting()
+
+        self._detector.hear_left = hear_left
         self._detector.listen()
         self.close = weakref.finalize(self, self._detector.close)
 
@@ -76,6 +86,7 @@ class Peers:
         save_model(), which a rank may call alone: if the program goes on after it, no other rank has failed.
         """
         if self._depth == 0 and self._failed:
+            self._leaving.cancel()
             self._detector.period += 1
             self._failed = False
         self._depth += 1
@@ -92,9 +103,25 @@ class Peers:
                 self._give_up(what, error, None)
             if self._depth == 1 and what != "save_model":
                 self._tell(with_kind(error), self.rank)
+                self._leave_later(error)
             raise
         finally:
             self._depth -= 1
+
+    def _leave_later(self, error: Exception) -> None:
+        """Those that wait for this rank would do so until it ends, which may take long: what the program does with the
+        error is its own. They hear that they wait in vain, unless it begins again in time."""
+        leave = functools.partial(self._detector.fail, with_kind(error), self.rank, left=True)
+        self._leaving = threading.Timer(_LEAVE_SECONDS, leave)
+        self._leaving.daemon = True
+        self._leaving.start()
+
+    def _stop_waiting(self) -> None:
+        """Ends what this rank waits for, in train() and its like. From the detector's thread."""
+        if self._depth > 0 and not self._failed:
+            for group in list(distributed_c10d._world.pg_map):
+                if (transport := _transport_on_cpu(group)) is not None:
+                    transport.stop_waiting()
 
     def _give_up(self, what: str, error: Exception, suspect: Loss | None) -> NoReturn:
         """Raise PeerLostError, and leave the world: the others hear of it, and none of them waits for this rank."""

@@ -227,6 +227,10 @@ class Headers:
         text = json.dumps({"version": HEADER_VERSION, "disagreement": said})
         self._channel.send_last(text.encode("ascii").ljust(HEADER_BYTES))
 
+    def shut_down(self) -> None:
+        """End the connections, which another thread may be waiting for."""
+        self._channel.shut_down()
+
     def close(self) -> None:
         self._channel.close()
 

@@ -15,7 +15,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ringtile.transport.agreement import HEADER_BYTES, HEADER_VERSION, MAX_REASON, HeaderValue, PeerGoneError, decode
@@ -52,13 +52,15 @@ class Loss(NamedTuple):
 class Notice(NamedTuple):
     """What a rank says. by: that rank; lost: the rank that is lost, _NOBODY if it does not know yet.
 
-    period: the number of the period of work in which it says so; a loss counts in no other one.
+    period: the number of the period of work in which it says so; a loss counts in no other one. left: it said so
+    before, and will not come back: whoever still waits for it waits in vain.
     """
 
     by: int
     period: int
     lost: int
     reason: str
+    left: bool = False
 
     def encode(self) -> bytes:
         """Return HEADER_BYTES bytes."""
@@ -68,14 +70,15 @@ class Notice(NamedTuple):
     @classmethod
     def of(cls, fields: Mapping[str, HeaderValue]) -> Notice:
         """Raise KeyError or ValueError where it is none."""
-        return cls(int(fields["by"]), int(fields["period"]), int(fields["lost"]), str(fields["reason"]))
+        by, period, lost = (int(fields[name]) for name in ("by", "period", "lost"))
+        return cls(by, period, lost, str(fields["reason"]), bool(fields.get("left", False)))
 
 
 class FailureDetector(abc.ABC):
     """One rank's part: what it has heard, and what it passes on.
 
     period: how often this rank has failed and then begun work again. Ranks fail together, so all of them count alike;
-    notices of an earlier period count no more.
+    notices of an earlier period count no more. hear_left: called when a neighbour says in this one that it has left.
     """
 
     def __init__(self, rank: int, world_size: int, neighbours: Sequence[int]) -> None:
@@ -83,6 +86,7 @@ class FailureDetector(abc.ABC):
         self.period = 0
         self.neighbours = neighbours
         self._knows_all = len(neighbours) == world_size - 1
+        self.hear_left: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._notices: dict[int, Notice] = {}  # the first of a loss by period, in the order in which they came
         self._spoke: dict[int, int] = {}  # by neighbour, the last period in which it has failed too
@@ -107,6 +111,8 @@ class FailureDetector(abc.ABC):
             self._changed.notify_all()
         if news:
             self._send(notice)
+        if notice.left and notice.period == self.period:
+            self.hear_left()
 
     def hear_end(self, peer: int, reason: str) -> None:
         """Take in that a neighbour's connection has ended."""
@@ -128,9 +134,9 @@ class FailureDetector(abc.ABC):
 
     # ---- what this rank does --------------------------------------------------------------------
 
-    def fail(self, reason: str, lost: int = _NOBODY) -> None:
+    def fail(self, reason: str, lost: int = _NOBODY, *, left: bool = False) -> None:
         """Tell all ranks that this one fails in this period, and which rank is lost, if it knows: itself, perhaps."""
-        notice = Notice(self.rank, self.period, lost, reason)
+        notice = Notice(self.rank, self.period, lost, reason, left)
         with self._changed:
             if lost != _NOBODY:
                 self._notices.setdefault(self.period, notice)

@@ -145,6 +145,13 @@ class ProcessGroupTransport(Transport):
     def _end_messages(self) -> None:
         if self._shared is not None:
             self._shared.close()
+        self._close_pairs()
+
+    def stop_waiting(self) -> None:
+        super().stop_waiting()
+        self._close_pairs()
+
+    def _close_pairs(self) -> None:
         if self._needs_beside and self._beside is None:
             return  # no call has begun
         # gloo closes a connection on which a receive timed out, and has no other way to close one. NCCL has none at all
