@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import ringtile
 import torch
+import torch.distributed as dist
 from hf_rollouts import make_rollouts, train_rollouts
 from hf_training import TOLERANCE, Run
-from pool import run_ranks
+from pool import Pool, run_ranks
 from ringtile.random_states import random_digest
 
 # Old log-probs, from the second update on; clipping; a reference model; fewer tokens than there are; truncated ones.
@@ -121,6 +122,49 @@ def test_restore_puts_back_the_random_numbers_unless_some_were_drawn() -> None:
         assert (enabled == before) == (rank == 0)  # TRL seeds each process with its index, which is that of the group
         assert again == enabled
         assert at_last == drawn
+
+
+def gathering_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """The same shape as what TRL gathers."""
+    mine = torch.tensor([[float(len(ids))] for ids in completion_ids])
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return [float(x) for x in parts[0]]
+
+
+def failing_reward(**columns: Any) -> list[float]:
+    raise ValueError("no reward")
+
+
+def error_of_rewards(name: str) -> str:
+    trainer = make_rollouts(group=2, rewards=[globals()[name]], max_steps=1)
+    ringtile.enable(trainer, {"context_parallel_size": 2, "timeout_seconds": 5.0})
+    with pytest.raises((ringtile.RingtileError, ValueError)) as raised:
+        trainer.train()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_a_reward_function_with_a_collective_is_named_in_time() -> None:
+    pool = Pool(2)
+    try:
+        first, second = pool.run(error_of_rewards, "gathering_reward")
+    finally:
+        pool.close()
+    assert first.startswith("PeerLostError: rank 1 was lost in ")
+    assert second.startswith("PeerLostError: rank 0 was lost in ")
+    for said in (first, second):
+        assert "gathering_reward, which the first rank of a group alone calls, without collectives" in said
+
+
+def test_a_reward_function_that_fails_is_heard_by_the_ranks_that_do_not_call_it() -> None:
+    pool = Pool(2)
+    try:
+        first, second = pool.run(error_of_rewards, "failing_reward")
+    finally:
+        pool.close()
+    assert first == "ValueError: no reward"
+    assert second.startswith("RingMismatchError: ")
+    assert "no reward" in second
 
 
 def assert_equal(run: Run, expected: Run, tolerance: float = TOLERANCE) -> None:

@@ -35,6 +35,7 @@ from ringtile.random_states import (
     set_random_states,
 )
 from ringtile.tiled.tiles import at_most
+from ringtile.transport.groups import transport_of
 
 
 def generates(trainer: Trainer) -> bool:
@@ -197,17 +198,28 @@ class LossOnRollouts(LossOnSequences):
         is heard."""
         if isinstance(function, nn.Module) and self.group.size > 1:
             self.patches.wrap(function, "forward", self._score_rows)
-        if isinstance(function, nn.Module) or self.group.rank == 0:
+        if isinstance(function, nn.Module) or self.group.size == 1:
             return function
+        first = self.group.rank == 0
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
 
-        def nothing(prompts: Sequence[Any], **kwargs: Any) -> list[float]:
-            return [0.0] * len(prompts)
+            async def nothing(prompts: Sequence[Any], **kwargs: Any) -> list[float]:
+                return [0.0] * len(prompts)
 
-        async def nothing_later(prompts: Sequence[Any], **kwargs: Any) -> list[float]:
-            return nothing(prompts)
+            return function if first else functools.wraps(function)(nothing)
+        name = getattr(function, "__name__", type(function).__name__)
+        op = f"{name[:99]}, which the first rank of a group alone calls, without collectives"
 
-        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-        return functools.wraps(function)(nothing_later if is_async else nothing)
+        @functools.wraps(function)
+        def reward(*args: Any, **kwargs: Any) -> Any:
+            """The others wait here: in TRL's next collective, they would answer one of the function's own."""
+            transport = transport_of(self.group.process_group)
+            with transport.propagate_errors(op):
+                rewards = function(*args, **kwargs) if first else [0.0] * len(args[0] if args else kwargs["prompts"])
+            with transport.agree(op, {}):
+                return rewards
+
+        return reward
 
     def _score_rows(self, original: Callable[..., Any], **inputs: Tensor) -> Any:
         """The reward model on the rows of this rank, and the logits of all rows of the group."""
