@@ -162,20 +162,21 @@ static void round_row(const rt_attn_params *p, const query_tile *queries, int64_
 // rounding an lse above 4 to f32 would put a relative error of 2^-22 into every weight.
 static void merge_row(const rt_attn_params *p, const query_tile *queries, int64_t row, const forward_scratch *s) {
     const real sum = s->sum[row];
-    if (sum == 0 && !p->fresh) return; // attended no key
     const int64_t head = row_head(queries, row), token = row_token(queries, row), dv = round_up(p->v_head_dim, LANES);
     const int64_t at = (queries->batch * p->num_heads + head) * p->num_queries + token;
     real *out = out_row(p, queries, row);
     const real *out_block = s->out + row * dv;
-    if (sum == 0) {
-        memset(out, 0, (size_t)p->v_head_dim * sizeof(real));
-        store_lse(p, at, -INFINITY);
+    if (sum == 0) { // no key, or scores of -inf only: 0, or not a number where an attended value is not finite
+        for (int64_t j = 0; j < p->v_head_dim; j++)
+            if (p->fresh || out_block[j] != 0) out[j] = out_block[j];
+        if (p->fresh) store_lse(p, at, -INFINITY);
         return;
     }
     const double lse_before = p->fresh ? -INFINITY : load_lse(p, at),
                  lse_block = (double)s->max[row] + log((double)sum);
     if (lse_before == -INFINITY) {
-        for (int64_t j = 0; j < p->v_head_dim; j++) out[j] = out_block[j] / sum;
+        for (int64_t j = 0; j < p->v_head_dim; j++)
+            out[j] = (p->fresh || out[j] == out[j] ? 0 : out[j]) + out_block[j] / sum; // a NaN of scores of -inf stays
         store_lse(p, at, lse_block);
         return;
     }

@@ -265,8 +265,8 @@ def test_scores_of_minus_infinity_alone_weigh_nothing(kernel: str, world_size: i
     """As no key does: the first queries attend nothing else, and later ones find the same as without those keys.
 
     A kernel that reports them as weights would spoil what others merge. And an infinite v leaves no finite number in
-    that element of the queries that attend it, on any number of ranks, and all others as they are; aten's kernels may
-    spread it.
+    that element of the queries that attend it, whatever their scores, on any number of ranks, and all others as they
+    are; aten's kernels may spread it.
     """
     p, mask, layout = problem(v_head_dim=16), IntervalMask.causal(48), Layout.zigzag(48, world_size)
     p.k[:, :24] = -torch.inf
@@ -274,8 +274,8 @@ def test_scores_of_minus_infinity_alone_weigh_nothing(kernel: str, world_size: i
     expected, of_lse = dense_attention(p.q, p.k, p.v, dense(mask))
     finite = torch.ones_like(expected, dtype=torch.bool)
     if kernel == "ringtile":
-        p.v[0, 30, 0, 3] = torch.inf
-        finite[0, 30:, :2, 3] = False
+        p.v[0, 30, 0, 3] = p.v[0, 10, 0, 5] = torch.inf
+        finite[0, 30:, :2, 3] = finite[0, 10:, :2, 5] = False
 
     def on_rank(group: LoopbackGroup) -> tuple[Tensor, Tensor]:
         sequence = ShardedSequence(mask, layout, group, scheme=scheme)
@@ -284,11 +284,30 @@ def test_scores_of_minus_infinity_alone_weigh_nothing(kernel: str, world_size: i
         return sequence.unshard(out, 1), sequence.unshard(lse, 2)
 
     out, lse = LoopbackWorld(world_size).run(on_rank)[0]
-    assert torch.equal(out[:, :24], torch.zeros_like(out[:, :24]))
+    assert torch.equal(out[:, :24][finite[:, :24]], torch.zeros_like(out[:, :24])[finite[:, :24]])
     assert torch.equal(lse[..., :24], torch.full_like(lse[..., :24], -torch.inf))
     torch.testing.assert_close(lse[..., 24:], of_lse[..., 24:], rtol=0, atol=FLOAT64_TOLERANCE)
     assert torch.equal(out.isfinite(), finite)
     torch.testing.assert_close(out[finite], expected[finite], rtol=0, atol=FLOAT64_TOLERANCE)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("kernel", ["ringtile", "aten"])
+def test_gradients_of_scores_of_minus_infinity_alone_are_not_finite(kernel: str, world_size: int) -> None:
+    """Those of the first document; those of the second one are what they are without it."""
+    p, mask, layout = problem(v_head_dim=16), IntervalMask.documents([24, 24]), Layout.zigzag(48, world_size)
+
+    def on_rank(group: LoopbackGroup) -> tuple[Tensor, ...]:
+        sequence = ShardedSequence(mask, layout, group)
+        *leaves, dout = (sequence.shard(x.detach(), 1).requires_grad_() for x in (p.q, p.k, p.v, p.dout))
+        out = ring_attention(*leaves, sequence, attention_kernel=kernel)
+        return tuple(sequence.unshard(x, 1) for x in torch.autograd.grad(out, leaves, dout.detach()))
+
+    expected = LoopbackWorld(world_size).run(on_rank)[0]
+    p.k[:, :24], p.q[:, :24] = -torch.inf, p.q[:, :24].abs()
+    for x, y in zip(LoopbackWorld(world_size).run(on_rank)[0], expected, strict=True):
+        assert not x[:, :24].isfinite().any()
+        assert torch.equal(x[:, 24:], y[:, 24:])
 
 
 def test_bits_are_the_same_every_time_and_for_any_number_of_threads() -> None:

@@ -134,14 +134,18 @@ static void forward_query(const rt_attn_params *p, const query *i) {
     for_attended_keys(p, i, find_top, &s);
     if (s.top == -INFINITY) s.top = 0; // no key, or scores of -inf only
     for_attended_keys(p, i, add_value, &s);
-    if (s.sum == 0) return;
+    const int64_t out = offset(p->out_stride, i->batch, i->token, i->head);
+    if (s.sum == 0) { // no weight: 0, but an infinite value times 0
+        for (int64_t d = 0; d < p->v_head_dim; d++)
+            store_state(p, p->out, out + d, load_state(p, p->out, out + d) + s.values[d]);
+        return;
+    }
     // A softmax over two sets of keys weighs each set's mean by exp(lse_set - lse).
     const double before = load(lse_dtype(p), p->lse, state_row(p, i)), block = s.top + log(s.sum);
     const double top = fmax(before, block), lse = top + log(exp(before - top) + exp(block - top));
-    const int64_t out = offset(p->out_stride, i->batch, i->token, i->head);
     for (int64_t d = 0; d < p->v_head_dim; d++) {
-        const double kept = exp(before - lse) * load_state(p, p->out, out + d);
-        store_state(p, p->out, out + d, (before == -INFINITY ? 0 : kept) + exp(block - lse) * s.values[d] / s.sum);
+        const double old = load_state(p, p->out, out + d), weight = before == -INFINITY ? 1 : exp(before - lse);
+        store_state(p, p->out, out + d, weight * old + exp(block - lse) * s.values[d] / s.sum);
     }
     store_lse(p, state_row(p, i), lse);
 }

@@ -102,6 +102,35 @@ static void check_scores(double q, const double keys[3], double want_out, double
     }
 }
 
+// The first query's scores are all -inf, and one of the values that it attends is infinite: so is no number of out that
+// it weighs, in one call or in several, whichever comes first; its lse is that of no weight.
+static void test_an_infinite_value_of_no_weight(void) {
+    uint64_t state = 12;
+    for (int i = 0; i < NUM_DTYPES; i++)
+        for (int64_t infinite = 0; infinite < 3; infinite++)
+            for (int num_weights = 0; num_weights < 2; num_weights++) {
+                attn_case c = new_case(&state, (attn_shape){all_dtypes[i], 1, 1, 3, 1, 1, 1, 1, true}, MASK_FULL, 1);
+                for (int64_t key = 0; key < 3; key++) c.runs[key] = (rt_run){key, 1, key, 1};
+                c.p.num_k_runs = 3;
+                set(&c.x[Q], 0, 0, 0, 0, 1);
+                for (int64_t key = 0; key < 3; key++) {
+                    const bool weighs = num_weights > 0 && key == (infinite + 1) % 3;
+                    set(&c.x[K], 0, key, 0, 0, weighs ? 0 : -INFINITY);
+                    set(&c.x[V], 0, key, 0, 0, key == infinite ? INFINITY : 1);
+                }
+                for (int num_calls = 1; num_calls <= 3; num_calls += 2) {
+                    fill(&c.x[OUT], 0), fill(&c.x[LSE], -INFINITY);
+                    run_in_calls(FORWARD, &c, num_calls, no_threads());
+                    CHECK(isnan(get(&c.x[OUT], 0, 0, 0, 0)));
+                    CHECK(get(&c.x[LSE], 0, 0, 0, 0) == (num_weights > 0 ? 0 : -INFINITY));
+                }
+                fill(&c.x[OUT], 0), fill(&c.x[LSE], -INFINITY);
+                CHECK_STATUS(rt_attn_fwd_reference(&c.p), RT_OK);
+                CHECK(isnan(get(&c.x[OUT], 0, 0, 0, 0)));
+                free_case(&c);
+            }
+}
+
 static void test_infinite_scores(void) {
     check_scores(1, (const double[]){-INFINITY, -INFINITY, -INFINITY}, 0, -INFINITY);
     check_scores(1, (const double[]){-INFINITY, 0, -INFINITY}, 1, 0);
@@ -320,6 +349,7 @@ int main(void) {
     test_unattended_values_leave_no_trace();
     test_tiles_that_no_query_meets_stay_unread();
     test_infinite_scores();
+    test_an_infinite_value_of_no_weight();
     test_any_workers_give_the_same_bits_every_time();
     test_workspace_has_exactly_the_size_asked_for();
     test_malformed_params_are_refused();
