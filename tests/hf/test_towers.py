@@ -237,19 +237,47 @@ def test_rank_without_image_has_gradients_of_zero():
     assert not any(x.count_nonzero() for x in idle.values())
 
 
-def test_gemma4_strips_padding_and_pools_patches():
-    """Its outputs are packed, of images with an entry each."""
+def _gemma4_tower():
     torch.manual_seed(0)
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32)
     config = Gemma4VisionConfig(
         **sizes, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=8, patch_size=8
     )
-    tower = AutoModel.from_config(config, dtype=torch.float64, attn_implementation="eager").train()
-    places = torch.full((3, 81, 2), -1)
-    for image, (height, width) in enumerate([(9, 9), (3, 6), (6, 9)]):
+    return AutoModel.from_config(config, dtype=torch.float64, attn_implementation="eager").train()
+
+
+def _gemma4_images(*sizes):
+    """Of so many patches, high and wide; nine of them are a feature."""
+    places = torch.full((len(sizes), 81, 2), -1)
+    for image, (height, width) in enumerate(sizes):
         places[image, : height * width] = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(1)
-    arguments = {"pixel_values": _pixels(3, 81, 192), "pixel_position_ids": places}
-    _Case(tower, lambda tower: tower, lambda tower: tower(**arguments).last_hidden_state.flatten()).check(2, 1e-6)
+    return {"pixel_values": _pixels(len(sizes), 81, 192), "pixel_position_ids": places}
+
+
+def test_gemma4_strips_padding_and_pools_patches():
+    """Its outputs are packed, of images with an entry each."""
+    arguments = _gemma4_images((9, 9), (3, 6), (6, 9))
+    _Case(_gemma4_tower(), lambda tower: tower, lambda tower: tower(**arguments).last_hidden_state.flatten()).check(
+        2, 1e-6
+    )
+
+
+@pytest.mark.parametrize("later", [[(9, 9), (3, 6), (6, 9)], [(3, 3)] * 3, [(3, 3), (3, 3), (9, 9)]])
+def test_first_images_of_one_feature_leave_open_where_later_ones_are(later):
+    """As many rows as images: one for each, or one for nine patches."""
+    expected = _gemma4_tower()(**_gemma4_images(*later)).last_hidden_state
+    of_ranks = [_gemma4_tower() for _ in range(2)]
+
+    def run(group):
+        tower, patches = of_ranks[group.transport.rank], Patches()
+        towers.split(tower, "tower", group, patches)
+        assert tower(**_gemma4_images((3, 3), (3, 3))).last_hidden_state.shape == (2, 32)
+        features = tower(**_gemma4_images(*later)).last_hidden_state
+        patches.restore()
+        return features.detach()
+
+    for features in LoopbackWorld(2).run(run):
+        torch.testing.assert_close(features, expected.detach(), rtol=1e-9, atol=1e-9)
 
 
 def test_frames_of_a_video_are_dealt():

@@ -22,10 +22,14 @@ _OF_TEXT = frozenset({"labels", "shift_labels", "num_items_in_batch", "logits_to
 
 
 class Rows(NamedTuple):
-    """Where an output holds images: a row in `dim` for every so many patches of an image; None: one for each image."""
+    """Where an output holds images: a row in `dim` for every so many patches of an image; None: one for each image.
+
+    perhaps: if there is one for each image, all of them of so many patches, it may also be one for that many patches.
+    """
 
     dim: int
     patches: int | None
+    perhaps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Images:
     def rows(self, x: Tensor) -> Rows | None:
         """Where an output of a call with all images holds them; None: it is not understood."""
         if x.dim() > 0 and self.grid is None and x.size(0) == len(self.patches):
-            return Rows(0, None)
+            return Rows(0, None, self.patches[0] if len({*self.patches}) == 1 else None)
         for dim in (0, 1):
             if x.dim() <= dim or (dim == 1 and x.size(0) != 1) or x.size(dim) == 0:
                 continue

@@ -46,7 +46,7 @@ from ringtile.hf.patches import Patches
 from ringtile.random_states import all_random_states, set_random_states
 from ringtile.transport.collectives import all_gather_seq
 from ringtile.transport.groups import Group, transport_of
-from ringtile.transport.messages import all_gather
+from ringtile.transport.messages import all_gather, all_gather_object
 
 logger = logging.getLogger("ringtile")
 
@@ -312,7 +312,7 @@ class _Gather:
     def __call__(self, path: str, x: Tensor) -> Tensor:
         """The features of all images. A collective, differentiable."""
         with transport_of(self.group).propagate_errors(self.name):
-            place = self.rows.get(path)
+            place = self._place(path, x)
             counts = [] if place is None else self.images.counts(place)
             expected = sum(counts[image] for image in self.ran) if counts else -1
             if place is None or x.dim() <= place.dim or x.size(place.dim) != expected:
@@ -323,6 +323,16 @@ class _Gather:
             if not self.own:
                 x = x.narrow(place.dim, 0, 0)
         return all_gather_seq(x, layout_of(counts, self.owned), place.dim, sum(counts), self.group)
+
+    def _place(self, path: str, x: Tensor) -> Rows | None:
+        """Where an output holds the images. A collective where the first call has left it open: a rank whose images
+        have one row each cannot tell."""
+        place = self.rows.get(path)
+        if place is None or place.perhaps is None or {*self.images.patches} == {place.perhaps} or x.dim() == 0:
+            return place
+        by_patches = Rows(0, place.perhaps)
+        fits = x.size(0) == sum(self.images.counts(by_patches)[image] for image in self.ran)
+        return by_patches if all(all_gather_object(fits, transport_of(self.group), f"rows of {self.name}")) else place
 
 
 def gathered(
