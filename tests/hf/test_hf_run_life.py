@@ -11,6 +11,7 @@ import pytest
 import ringtile
 import torch
 from hf_engines import engine as engine_arguments
+from hf_models import tiny_model, with_lora
 from hf_training import TOLERANCE, Run, Stream, assert_equal_training, make_rows, make_trainer, packed, train
 from pool import Pool, run_ranks
 from torch._dynamo.utils import counters
@@ -18,6 +19,34 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCal
 
 CONFIG = {"context_parallel_size": 2}
 TILED = {**CONFIG, "tiled_mlp": True, "tiled_loss": True, "tile_tokens": 5}
+
+
+# ---- adapters -----------------------------------------------------------------------------------
+
+
+class _Switch(TrainerCallback):
+    """Steps train one adapter and the other in turn; both require gradients, as DDP was told when it was made."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        inside = getattr(model, "module", model)
+        inside.set_adapter("second" if state.global_step % 2 else "default")
+        for name, parameter in inside.named_parameters():
+            parameter.requires_grad_("lora" in name)
+
+
+def _switched(config):
+    model = with_lora(tiny_model("llama").train())
+    model.add_adapter("second", model.peft_config["default"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name)
+    return train(config, model=model, trainer_arguments={"callbacks": [_Switch()]}, evaluate=False)
+
+
+@pytest.mark.parametrize("config", [{**CONFIG, "first_batch_check": True}, TILED | {"tiled_loss": False}], ids=str)
+def test_adapters_may_be_switched_between_steps(config):
+    expected = _switched(None)
+    for run in run_ranks(2, _switched, config):
+        assert_equal_training(run, expected)
 
 
 # ---- compilation --------------------------------------------------------------------------------
