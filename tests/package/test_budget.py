@@ -1,0 +1,66 @@
+"""Ceilings of files and lines by folder: a feature pays for its lines by what it replaces.
+
+Whoever must raise one does it in a commit of its own, which says what left in exchange.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SUFFIXES = {".py", ".c", ".h", ".cpp", ".cu", ".cuh"}
+CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folders
+    "csrc": (88, 8090),
+    "cuda": (45, 4570),
+    "python/ringtile": (18, 2440),
+    "python/ringtile/attn": (11, 2000),
+    "python/ringtile/bench": (12, 2190),
+    "python/ringtile/cli": (48, 6930),
+    "python/ringtile/first_batch": (8, 1150),
+    "python/ringtile/hf": (50, 8650),
+    "python/ringtile/planner": (15, 2290),
+    "python/ringtile/recurrent": (14, 2500),
+    "python/ringtile/self_test": (3, 530),
+    "python/ringtile/sequence": (12, 2140),
+    "python/ringtile/tiled": (10, 1840),
+    "python/ringtile/torch_context_parallel": (15, 2300),
+    "python/ringtile/transport": (12, 2300),
+    "tests": (9, 1240),
+    "tests/attn": (23, 5580),
+    "tests/c": (27, 6960),
+    "tests/campaigns": (21, 4820),
+    "tests/cli": (19, 3550),
+    "tests/emulator": (26, 4610),
+    "tests/gpu": (9, 1280),
+    "tests/hf": (61, 12710),
+    "tests/package": (7, 1530),
+    "tests/planner": (4, 1010),
+    "tests/recurrent": (8, 2250),
+    "tests/sequence": (8, 1640),
+    "tests/tiled": (8, 2220),
+    "tests/torch_cp": (14, 3400),
+    "tests/transport": (8, 1850),
+}
+
+
+def size(folder: str) -> tuple[int, int]:
+    """The files of a folder, and their lines."""
+    found = (ROOT / folder).glob("*" if folder in ("python/ringtile", "tests") else "**/*")
+    sources = [path for path in found if path.suffix in SUFFIXES]
+    return len(sources), sum(path.read_text().count("\n") for path in sources)
+
+
+@pytest.mark.parametrize("folder", CEILINGS)
+def test_a_folder_stays_below_its_ceiling(folder: str) -> None:
+    (files, lines), (most_files, most_lines) = size(folder), CEILINGS[folder]
+    assert files <= most_files, f"{folder} has {files} files; its ceiling is {most_files}"
+    assert lines <= most_lines, f"{folder} has {lines} lines; its ceiling is {most_lines}"
+
+
+def test_every_folder_has_a_ceiling() -> None:
+    folders = {path.parent for top in ("python", "csrc", "cuda", "tests") for path in (ROOT / top).rglob("*.py")}
+    known = [ROOT / folder for folder in CEILINGS]
+    missing = [str(folder) for folder in folders if not any(each == folder or each in folder.parents for each in known)]
+    assert missing == []
