@@ -126,6 +126,11 @@ class FirstBatch:
         paths = {module: path for path, module in strategy.base.named_modules()}
         shards_weights = any(isinstance(module, FSDPModule) for module in model.modules())
         shards_weights = shards_weights or any(hasattr(weight, "ds_id") for weight in model.parameters())  # of ZeRO-3
+        # As ZeRO-3 does after each step: a weight that another module than its own reads, such as a mixer that of its
+        # convolution, is else gathered in each run, which DeepSpeed takes for an error in the order of its weights.
+        small: list[Any] = [weight for weight in model.parameters() if getattr(weight, "ds_persist", False)]
+        if small:
+            small[0].all_gather(small)
         is_first = True
 
         def restore() -> None:

@@ -47,8 +47,8 @@ from ringtile.sequence.sharded import ShardedSequence
 
 
 def mixers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
-    """Return the mixers among modules, by path."""
-    return {path: module for path, module in modules if type(module).__name__ in MIXERS}
+    """Return the mixers among modules, by path; also those that FSDP2 shards, which it gives a class of its own."""
+    return {path: module for path, module in modules if any(cls.__name__ in MIXERS for cls in type(module).__mro__)}
 
 
 def unknown(modules: Iterable[tuple[str, nn.Module]]) -> str:
