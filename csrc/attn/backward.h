@@ -296,13 +296,13 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
     }
     memset(s->dq, 0, (size_t)(queries.num_panels * PANEL * d) * sizeof(real));
 
+    const position_range range = find_position_range(p, &queries);
     int64_t keys_before = 0;
-    for (int64_t i = 0; i < p->num_k_runs; i++) {
-        const rt_run *run = &p->k_runs[i];
+    for (const rt_run *run = p->k_runs; run < p->k_runs + p->num_k_runs; keys_before += run++->length) {
+        if (!run_meets(run, range)) continue;
         find_ranges(p, &queries, run, &s->ranges);
         for (int64_t begin = s->ranges.first; begin < s->ranges.last; begin += TILE_KEYS)
             backward_tile(p, &queries, run, keys_before, begin, min64(begin + TILE_KEYS, s->ranges.last), &t, s);
-        keys_before += run->length;
     }
     pass_keys(&t, INT64_MAX);
 

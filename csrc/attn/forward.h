@@ -203,8 +203,10 @@ static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace)
     if (drops(p)) find_dropout_rows(p, &queries, &s->dropout);
     for (int64_t row = 0; row < queries.num_panels * PANEL; row++) s->max[row] = -(real)INFINITY, s->sum[row] = 0;
     memset(s->out, 0, (size_t)(queries.num_panels * PANEL * dv) * sizeof(real));
+    const position_range range = find_position_range(p, &queries);
     for (int64_t i = 0; i < p->num_k_runs; i++) {
         const rt_run *run = &p->k_runs[i];
+        if (!run_meets(run, range)) continue;
         find_ranges(p, &queries, run, &s->ranges);
         for (int64_t begin = s->ranges.first; begin < s->ranges.last; begin += TILE_KEYS)
             forward_tile(p, &queries, run, begin, min64(begin + TILE_KEYS, s->ranges.last), s);

@@ -30,6 +30,27 @@ static inline int64_t first_key_from(const rt_run *run, int64_t bound) {
     return min64(run->stride == 1 ? distance : (distance - 1) / run->stride + 1, run->length);
 }
 
+// Every key that a query of the tile attends has a position in [begin, end).
+typedef struct position_range {
+    int64_t begin, end;
+} position_range;
+
+static position_range find_position_range(const rt_attn_params *p, const query_tile *queries) {
+    position_range range = {INT64_MAX, INT64_MIN};
+    const int64_t mask_row = queries->batch * p->mask_batch_stride + queries->first_token;
+    for (int64_t token = mask_row; token < mask_row + queries->num_tokens; token++) {
+        if (p->begin[token] >= p->end[token]) continue;
+        range.begin = min64(range.begin, p->begin[token]), range.end = max64(range.end, p->end[token]);
+    }
+    return range;
+}
+
+// Whether the run may have keys that a query of the tile attends. find_ranges looks at each row, for each of the runs,
+// of which striped shards of packed documents have thousands.
+static inline bool run_meets(const rt_run *run, position_range range) {
+    return run->global_begin < range.end && run->global_begin + (run->length - 1) * run->stride >= range.begin;
+}
+
 // The other side of the mask. A position that is no int32 is in no interval.
 static void find_positions(const rt_attn_params *p, const query_tile *queries, const rt_run *run, key_ranges *ranges) {
     const int64_t key = queries->batch * p->key_mask_batch_stride + run->local_begin;

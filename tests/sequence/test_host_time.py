@@ -34,9 +34,21 @@ def attention_over_interleaving_runs(num_runs: int) -> Callable[[], object]:
     return lambda: ops.attn_fwd_(q, k, k, *bounds, runs, out, lse, scale=1.0, softcap=0.0)
 
 
+def attention_over_striped_documents(count: int) -> Callable[[], object]:
+    """The first of 8 ranks, with the keys of all: 8 runs of 8 tokens in each document."""
+    document, rank = torch.arange(count).repeat(8), torch.arange(8).repeat_interleave(count)
+    eight = torch.full_like(rank, 8)
+    runs = torch.stack((64 * document + rank, eight, 8 * (count * rank + document), eight), 1)
+    q, k = torch.randn(1, 8 * count, 1, 8), torch.randn(1, 64 * count, 1, 8)
+    begin = (torch.arange(8 * count, dtype=torch.int32) // 8 * 64)[None]
+    out, lse = torch.zeros(q.shape), torch.full((1, 1, 8 * count), -torch.inf, dtype=torch.float64)
+    return lambda: ops.attn_fwd_(q, k, k, begin, begin + 64, runs, out, lse, scale=1.0, softcap=0.0)
+
+
 LINEAR: dict[str, tuple[Callable[[int], Callable[[], object]], int]] = {
     "Layout.per_document": (lambda n: lambda: Layout.per_document([100] * n, 4), 500),
     "an attention call over runs that interleave": (attention_over_interleaving_runs, 2000),
+    "an attention call over documents that are striped": (attention_over_striped_documents, 200),
     "a layout in any local order": (
         lambda n: lambda: Layout.from_runs([[(2 * i, 1, 2 * (n - 1 - i), 2) for i in range(n)]]),
         16000,
