@@ -71,6 +71,12 @@ def test_documents_keep_to_themselves(seq_len: int, causal: bool, data: st.DataO
         assert torch.equal(dense(IntervalMask.from_position_ids(position_ids, causal)), expected)
 
 
+def test_chunks_may_be_of_any_length_and_counted_from_anywhere() -> None:
+    assert IntervalMask.chunked(4, 10**30) == IntervalMask.causal(4)
+    counted = torch.arange(4)[None] + 2**41 - 2  # a chunk begins at the third token
+    assert torch.equal(IntervalMask.chunked(4, 2**41, counted=counted).begin, torch.tensor([[0, 0, 2, 2]]).int())
+
+
 def test_documents_may_be_empty() -> None:
     assert IntervalMask.documents([0, 2, 0, 3, 0]) == IntervalMask.documents([2, 3])
     assert IntervalMask.from_cu_seqlens(torch.tensor([0, 2, 2, 5])) == IntervalMask.documents([2, 3])

@@ -263,10 +263,12 @@ REFUSALS = {
     "no nodes": (lambda: IntervalMask.tree([], []), "not empty"),
     "uneven rows": (lambda: IntervalMask.tree([[-1], [-1]], [[3], [4]]), r"rows of \[3, 4\] tokens; expected as many"),
     "rows": (lambda: IntervalMask.tree([[-1], [-1]], [[3]]), "parents has 2 rows"),
+    "too many tokens": (lambda: IntervalMask.shared_prefix(10**30, [1]), r"rows of 1000.* tokens; expected at most"),
+    "too many blocks": (lambda: IntervalMask.block_diffusion(2**31, 1), r"seq_len is 2147483648 and block 1; expected"),
     "fraction": (lambda: IntervalMask.tree([-1], [1.5]), "expected integers"),
     "none": (lambda: IntervalMask.tree(None, [1]), "expected integers"),
     "mixed": (lambda: IntervalMask.tree([-1, [0]], [1, 1]), "expected integers"),
-    "block": (lambda: IntervalMask.block_diffusion(4, 0), "block 0; expected at least 1"),
+    "block": (lambda: IntervalMask.block_diffusion(4, 0), "block 0; expected 1..1073741823 tokens, and at least 1"),
 }
 
 

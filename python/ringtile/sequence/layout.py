@@ -18,7 +18,8 @@ from torch import Tensor
 from ringtile import arguments, ops
 from ringtile.errors import InputError, LayoutError, shown
 from ringtile.sequence import balance
-from ringtile.sequence.mask import MAX_SEQ_LEN, IntervalMask
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.tree import MAX_SEQ_LEN
 from ringtile.transport.collectives import all_gather_seq
 from ringtile.transport.groups import Group
 

@@ -22,7 +22,6 @@ from ringtile import arguments, ops
 from ringtile.errors import InputError, MaskNotExpressibleError
 from ringtile.sequence import tree
 
-MAX_SEQ_LEN = 2**31 - 1  # positions are int32
 _SHOWN_INTERVALS = 4  # an error names at most so many pieces of a row
 
 
@@ -270,7 +269,7 @@ class IntervalMask:
         _check_integers("counted", counted, 2)
         if counted.size(1) != seq_len:
             raise InputError(f"counted is {tuple(counted.shape)}; expected (B or 1, {seq_len})")
-        in_chunk = (counted.cpu().long() % chunk).int()
+        in_chunk = (counted.cpu().long() % min(chunk, 2**63 - 1)).clamp(max=seq_len).int()
         return cls((positions - in_chunk).clamp(min=0), (positions + 1).expand_as(in_chunk))
 
     @classmethod
@@ -442,8 +441,8 @@ def _document_numbers(lengths: list[int]) -> Tensor:
 
 
 def _check_seq_len(seq_len: int) -> None:
-    if not 1 <= seq_len <= MAX_SEQ_LEN:
-        raise InputError(f"seq_len is {seq_len}; expected 1..{MAX_SEQ_LEN}")
+    if not 1 <= seq_len <= tree.MAX_SEQ_LEN:
+        raise InputError(f"seq_len is {seq_len}; expected 1..{tree.MAX_SEQ_LEN}")
 
 
 def _check_integers(name: str, x: Tensor, dim: int) -> None:

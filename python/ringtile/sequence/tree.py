@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ringtile.errors import InputError
 
+MAX_SEQ_LEN = 2**31 - 1  # of a row: positions are int32
 Numbers = Sequence[int] | Sequence[Sequence[int]]  # of one row, or a list for each row
 
 
@@ -76,13 +77,17 @@ def rows_of(parents: Numbers, lengths: Numbers) -> list[list[Node]]:
             f"parents has {len(of_parents)} rows, lengths rows of {sums!r:.200} tokens; expected as many rows, and as "
             "many tokens in each"
         )
+    if sums[0] > MAX_SEQ_LEN:
+        raise InputError(f"lengths has rows of {sums[0]} tokens; expected at most {MAX_SEQ_LEN}")
     return [nodes(*row) for row in zip(of_parents, of_lengths, strict=True)]
 
 
 def of_blocks(seq_len: int, block: int) -> tuple[list[int], list[int]]:
     """parents and lengths of IntervalMask.block_diffusion: each block's noised tokens, a leaf, then its clean ones."""
-    if seq_len < 1 or block < 1:
-        raise InputError(f"seq_len is {seq_len} and block {block}; expected at least 1 token each")
+    if not 1 <= seq_len <= MAX_SEQ_LEN // 2 or block < 1:
+        raise InputError(
+            f"seq_len is {seq_len} and block {block}; expected 1..{MAX_SEQ_LEN // 2} tokens, and at least 1 a block"
+        )
     parents, lengths = [], []
     for i, begin in enumerate(range(0, seq_len, block)):
         parents += [2 * i - 1] * 2  # the clean tokens before; -1 for the first
