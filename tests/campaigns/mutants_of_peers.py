@@ -245,9 +245,9 @@ MUTANTS = [
     Mutant(
         "peers: a scheme sends nothing",
         "python/ringtile/sequence/heads.py",
-        "        exchange = transport.exchange(sends, receives, what)\n\n        def wait() -> list[Tensor]:\n",
+        "        exchange = transport.exchange(sends, receives, what)\n        whole = ",
         "        for received in receives.values():\n            received.zero_()\n"
-        "        exchange = transport.exchange({}, {}, what)\n\n        def wait() -> list[Tensor]:\n",
+        "        exchange = transport.exchange({}, {}, what)\n        whole = ",
         "tests/attn/test_schemes.py -k definition",
         source="NVIDIA-NeMo/Megatron-Bridge#2667",
         case="ringtile-ulysses: causal",

@@ -38,7 +38,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/package": (7, 1530),
     "tests/planner": (4, 1010),
     "tests/recurrent": (8, 2250),
-    "tests/sequence": (8, 1640),
+    "tests/sequence": (8, 1660),
     "tests/tiled": (8, 2220),
     "tests/torch_cp": (14, 3400),
     "tests/transport": (8, 1850),
