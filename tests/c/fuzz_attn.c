@@ -1,4 +1,5 @@
 // Attention: forward, backward, delta and the sizes of their workspaces.
+#include "attn_reference.h"
 #include "fuzz.h"
 
 enum {
