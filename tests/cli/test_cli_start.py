@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from pool import run_command
 from ringtile.cli import environment, train, training, world
@@ -173,6 +174,22 @@ def test_a_port_that_another_program_has_is_named_in_time(
     assert message.format(port=port) in str(raised.value)
     for thread in set(threading.enumerate()) - before:  # what torch says when the listener ends belongs to this test
         thread.join(10.0)
+
+
+def _say_the_timeout_of_the_world() -> None:
+    def make_model(*args: Any) -> Any:
+        timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+        raise ConfigError(f"the timeout is {timeout.total_seconds():g} s")
+
+    training.make_model = make_model
+
+
+def test_ddp_timeout_holds_on_cpus_too(tmp_path: pathlib.Path) -> None:
+    """transformers passes it on with a GPU alone."""
+    config = write_config(tmp_path, training=TRAINING | {"ddp_timeout": 7})
+    variables = {"HF_DATASETS_CACHE": str(tmp_path / "datasets")}
+    done = run_command(2, "train", str(config), prepare=_say_the_timeout_of_the_world, variables=variables)
+    assert "ringtile: error: the timeout is 7 s" in done.stderr
 
 
 @pytest.mark.timeout(60)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import datetime
 import enum
 import glob
 import os
@@ -25,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Trai
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ringtile.cli.data import ByteEncoder, DataConfig, Encoder, PretrainedEncoder
+from ringtile.cli.environment import world_size
 from ringtile.cli.limits import check_model_config, check_training
 from ringtile.cli.redaction import without_secrets
 from ringtile.config import MAX_KEY, Config, flat, nearest_key
@@ -186,6 +188,11 @@ def convert(key: str, value: Any, field_type: Any) -> Any:
 def make_arguments(training: dict[str, Any]) -> TrainingArguments:
     """TrainingArguments. Under torchrun this also starts the process group."""
     with told_as_ours("training"):
+        # transformers would start it too, but on CPUs with torch's own timeout, whatever ddp_timeout says.
+        of_cpus = training.get("use_cpu") and training.get("ddp_backend") in (None, "gloo")
+        if of_cpus and world_size() > 1 and not dist.is_initialized():
+            seconds = training.get("ddp_timeout", TrainingArguments.ddp_timeout)
+            dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
         return TrainingArguments(**copy.deepcopy(training))  # it changes the dicts it is given
 
 
