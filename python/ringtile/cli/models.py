@@ -144,7 +144,7 @@ def reason_of(row: dict[str, Any]) -> str:
     """The reason of a refusal or an error without what differs from model to model: class names and paths."""
     reason = " ".join(row["reason"].split()).split(";")[0]
     reason = re.sub(
-        r"^\w+(For\w+|LMHeadModel|LMHead|Decoder|Attention)\b",
+        r"^\w+(For\w+|LMHeadModel|LMHead|Model|Decoder|Attention)\b",
         "it",
         reason,
     )
