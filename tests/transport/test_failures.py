@@ -244,6 +244,6 @@ def test_nobody_is_lost_where_all_fail_together() -> None:
         detector.fail("another error")
     began = time.monotonic()
     assert [detector.find(None, "", 5.0) for detector in detectors] == [None] * 3
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 2.5  # far below 5.0
     for detector in detectors:
         detector.close()

@@ -129,6 +129,8 @@ class Peers:
         self._hang_up()  # at once: those that wait for this rank fail too, and say so
         lost = self._detector.find(suspect, f"a collective failed: {reason_of(error)}", _SEARCH_SECONDS)
         if lost is None:  # all ranks are there: it is another error
+            if suspect is not None:  # those that fail because this rank has hung up hear why
+                self._tell(suspect.reason, suspect.rank)
             raise error
         self._tell(lost.reason, lost.rank)
         if isinstance(error, PeerLostError) and error.rank == lost.rank:  # the ring has named it already

@@ -148,16 +148,19 @@ class FailureDetector(abc.ABC):
         suspect: who is lost if nothing is heard. cause: what failed here. None: all ranks seem to be there.
         """
         deadline = time.monotonic() + seconds
+        suspects = suspect is not None
         with self._changed:
             while (lost := self._heard()) is None:
                 silent = [peer for peer in self.neighbours if self._spoke.get(peer) != self.period]
                 if silent and suspect is not None and self._spoke.get(suspect.rank) == self.period:
                     suspect = None  # it waits, too
                 left = deadline - time.monotonic()
-                if silent == [suspect.rank if suspect else None] or (not silent and self._knows_all):
+                if silent == [suspect.rank if suspect else None] or (not silent and self._knows_all and suspects):
                     return suspect
-                if not silent:
-                    left += _RELAY_SECONDS
+                if not silent:  # all are there; one that had a suspect may be about to say so
+                    if self._knows_all:
+                        deadline = min(deadline, time.monotonic())
+                    left = deadline + _RELAY_SECONDS - time.monotonic()
                 if left <= 0:
                     if suspect is not None or not silent:
                         return suspect
