@@ -52,11 +52,18 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    *(Row(python, torch) for python in ("3.10", "3.11", "3.12", "3.13") for torch in ("2.11", "2.12", "2.13")),
+    # Python 3.10 has none of the newest transformers.
+    *(Row("3.10", torch) for torch in ("2.11", "2.12", "2.13")),
+    *(
+        Row(python, torch, (f"transformers=={transformers}.*",))
+        for python, transformers in (("3.11", "5.24"), ("3.12", "5.23"), ("3.13", "5.17"))
+        for torch in ("2.11", "2.12", "2.13", "2.14")
+    ),
     Row("3.13", ""),
     Row("3.14", ""),
     Row("3.10", "2.11", oldest=True),
     Row("3.11", "2.13", ("axolotl-ringmaster",), tests=("tests/cli/test_bench.py", *SUITE)),
+    Row("3.11", "2.13", ("liger-kernel==0.8.5",), tests=("tests/hf/test_liger.py", *SUITE)),
     # axolotl pins its packages, some below the versions of [hf].
     *(
         Row("3.12", "2.13", (f"axolotl=={axolotl}", "deepspeed<0.20", *RUNNER), "", tests=AXOLOTL)
