@@ -19,7 +19,7 @@ from ringtile import arguments, derivatives, ops
 from ringtile.attn import op, ulysses
 from ringtile.attn.auto import resolved
 from ringtile.attn.call import AttentionCall, AttentionDropout, AttentionKernel, check_options
-from ringtile.errors import InputError, PeerLostError, RingMismatchError, shown
+from ringtile.errors import InputError, shown
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
@@ -78,8 +78,6 @@ def ring_attention(
         else:  # dispatching a Python op costs more than a small block
             made = sequence or ShardedSequence.of(*parts)
             out, lse = _attend(AttentionCall.of(made, q, k, v, *options, return_lse), q, k, v, sinks)
-    except (RingMismatchError, PeerLostError):  # which the others have too
-        raise
     except Exception as error:
         if not is_traced(q):
             tell_others("ring_attention", error, sequence, layout, group)

@@ -60,19 +60,20 @@ def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, shape: Shape, ta
     """
     if q.is_meta:
         return
-    heads = call.sequence.ring.heads
-    kind = _kind(call, q, takes_dlse), shape
+    rounds = call.sequence.rounds_on(q.device)
+    checked, kind = rounds[0].queries.checked, (_kind(call, q, takes_dlse), shape)
+    if kind in checked:
+        return
     num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-    if heads is not None:
+    if (heads := call.sequence.ring.heads) is not None:
         share = call.sequence.shares(num_heads, num_kv_heads)[heads.place]
         num_heads, num_kv_heads = len(share.heads), len(share.kv_of_heads or share.kv_heads)
-    for round in call.sequence.rounds_on(q.device) if num_heads else ():
-        if kind not in round.checked:
-            of_q = q[:, :, : 1 if num_heads == num_kv_heads else 2]  # other kernels may run where each has a kv head
-            about = call.scale, call.softcap, call.dropout
-            _able(call, Block(of_q, k[:, :, :1], v[:, :, :1], round, *about), takes_dlse)
-            if not _captures(q):
-                round.checked.add(kind)
+    of_q = q[:, :, : 1 if num_heads == num_kv_heads else 2]  # other kernels may run where each has a kv head
+    for round in rounds if num_heads else ():
+        block = Block(of_q, k[:, :, :1], v[:, :, :1], round, call.scale, call.softcap, call.dropout)
+        _able(call, block, takes_dlse)
+    if not _captures(q):
+        checked.add(kind)
 
 
 def _kind(call: AttentionCall, q: Tensor, takes_dlse: bool) -> tuple[object, ...]:

@@ -18,13 +18,17 @@ from ringtile.sequence.plan import PlannedRound, RankPlan
 
 
 class Queries:
-    """The mask of a rank's queries, and their positions, on one device. RefusedError as by `DeviceMask`."""
+    """The mask of a rank's queries, and their positions, on one device. RefusedError as by `DeviceMask`.
+
+    checked: kinds of calls for which all rounds of these queries have somebody who computes them (attn/choose.py).
+    """
 
     def __init__(self, device: torch.device, begin: Tensor, end: Tensor, positions: Tensor) -> None:
         """begin, end: int32 CPU (Bm, N). positions: int64 CPU (N)."""
         self.device, self.begin, self.end, self.positions = device, begin, end, positions
         self._bounds = DeviceMask(device, begin, end)
         self._positions: DeviceMask | None = None  # only dropout and masks with two sides ask for them
+        self.checked: set[object] = set()
 
     def bounds_there(self) -> tuple[Tensor, ...]:
         """Return begin and end on the device, for kernels on the current stream."""
@@ -41,8 +45,7 @@ class Queries:
 class Round:
     """A round on one device: which keys of its block each local query attends. The same for all calls with one plan.
 
-    planned: what travels, if anything does. chosen, checked: who computes it, and who was asked, by kind of call
-    (attn/choose.py).
+    planned: what travels, if anything does. chosen: who computes it, by kind of call (attn/choose.py).
     """
 
     def __init__(
@@ -58,7 +61,6 @@ class Round:
         self._key_bounds = DeviceMask(queries.device, *key_bounds)
         self._packs: dict[tuple[int, int, int], tuple[tuple[Pack, ...], DeviceMask]] = {}
         self.chosen: dict[object, Any] = {}
-        self.checked: set[object] = set()
 
     @classmethod
     def all_of(cls, plan: RankPlan, device: torch.device) -> tuple[Round, ...]:

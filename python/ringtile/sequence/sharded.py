@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ringtile import arguments, ops
 from ringtile.checksum import checksum
-from ringtile.errors import InputError, RefusedError, RingtileError
+from ringtile.errors import InputError, PeerLostError, RefusedError, RingMismatchError, RingtileError
 from ringtile.scheme import Scheme, Share, shares_of
 from ringtile.sequence.heads import HeadGroup, join
 from ringtile.sequence.layout import Layout, check_types
@@ -320,6 +320,8 @@ def check_given(op: str, sequence: Any, mask: Any, layout: Any, group: Any) -> N
 
 def tell_others(op: str, error: Exception, sequence: Any, layout: Any, group: Any) -> None:
     """Tell the other ranks, who would wait for this one, why it makes no call of op: if the group is known."""
+    if isinstance(error, RingMismatchError | PeerLostError):  # which they have too
+        return
     with contextlib.suppress(RingtileError):
         if isinstance(sequence, ShardedSequence):
             transport = sequence.transport
