@@ -158,7 +158,7 @@ matrix: wheel
 	PATH="$$PATH:$(CURDIR)/build/wheel-venv/bin" $(PYTHON) tools/wheel/matrix.py dist/*.whl build/matrix $(ROWS)
 
 lint: setup
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'c*/*.[ch]' '*.cpp' '*.cu' '*.cuh' 'tests/*.[ch]')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'c*/*.[ch]' 'benchmarks/*.c' '*.cpp' '*.cu' '*.cuh' 'tests/*.[ch]')
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

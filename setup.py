@@ -1,7 +1,6 @@
 """Builds the package's shared objects. Each links what it needs from one static library, the C code of csrc/.
 
     ringtile._C      the ops on CPU tensors
-    ringtile._bench  the multiply-add peak, for `ringtile bench`
     ringtile._cuda   the ops on CUDA tensors; building it needs nvcc, and neither a GPU nor a torch with CUDA
 
 Environment, read here and nowhere else in the build (setuptools reads CC and CXX as well):
@@ -330,7 +329,6 @@ if NVCC and os.environ.get("RINGTILE_CUDA_ARCHS", "") in ("", "all"):
     ARCHS = without_unknown(ARCHS, NVCC)
 extensions = [
     extension("_C", [f"csrc/torch/{name}.cpp" for name in ("kernels", "scan", "sequence", "shared_memory")]),
-    extension("_bench", ["csrc/torch/bench.cpp"]),
 ]
 if NVCC:
     extensions.append(

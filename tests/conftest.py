@@ -44,8 +44,8 @@ def without_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def short_samples() -> Iterator[None]:
-    """The samples of `ringtile bench` in this process take no longer than they must: their speed is not looked at."""
-    from ringtile.bench import measure
+    """The samples of benchmarks in this process take no longer than they must: their speed is not looked at."""
+    from benchmarks import measure
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "SAMPLE_SECONDS", 0.005)

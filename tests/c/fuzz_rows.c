@@ -1,7 +1,5 @@
-// The functions on rows of a matrix: the gated MLP, cross entropy, dropout; and the multiply-add peak.
+// The functions on rows of a matrix: the gated MLP, cross entropy, and dropout.
 #include "fuzz.h"
-
-#include "../../csrc/bench/multiply_add.h"
 
 // ---- gated MLP ---------------------------------------------------------------------------------------------
 
@@ -121,25 +119,6 @@ static void try_loss(uint64_t *state, int64_t entry) {
     try_call(state, "rt_cross_entropy_fwd_bwd", &all, &c, call_loss, expected, parallel);
 }
 
-// ---- multiply-add ------------------------------------------------------------------------------------------
-
-static void try_multiply_add(uint64_t *state) {
-    const int64_t good = random_int(state, 0, 20);
-    int64_t iterations = random_int(state, 0, 2) ? good : hostile(state, good);
-    if (iterations > 100000 && iterations <= 1LL << 32) iterations = 100000; // seconds
-    rt_parallel parallel = random_workers(state);
-    if (parallel.num_workers > 8) parallel.run = NULL; // as many rounds
-    const rt_isa isa = (rt_isa)random_int(state, -1, 5);
-    double flops = -1;
-    const bool no_flops = random_int(state, 0, 9) == 0;
-    const rt_status status = rt_multiply_add(isa, iterations, no_flops ? NULL : &flops, parallel);
-    const bool forbidden =
-        iterations < 0 || iterations > 1LL << 32 || no_flops || (int)isa < 0 || isa > RT_ISA_AVX512_BF16;
-    if (judge("rt_multiply_add", forbidden ? FORBIDDEN : UNKNOWN, status) &&
-        (flops < 0 || (flops == 0) != (iterations == 0)))
-        wrong("rt_multiply_add", "gave a wrong number of flops");
-}
-
 // ---- dropout -----------------------------------------------------------------------------------------------
 
 typedef struct dropout_call {
@@ -183,8 +162,6 @@ static void trial(uint64_t *state, int64_t entry) {
         try_loss(state, entry - GLU_CORPUS);
     else if (entry >= 0)
         try_glu(state, entry);
-    else if (trial_number % 64 == 0)
-        try_multiply_add(state);
     else if (trial_number % 3 == 0)
         try_dropout(state);
     else if (trial_number % 2)

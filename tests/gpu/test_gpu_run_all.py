@@ -21,8 +21,8 @@ import smoke
 import torch
 from device import DEVICE
 from pool import run_program
-from ringtile.cli import bench
-from ringtile.cli.bench import SUBJECTS
+
+from benchmarks import __main__ as bench
 
 SCRIPT = pathlib.Path(__file__).parent / "run_all"
 
@@ -57,18 +57,17 @@ def test_measurements_cover_the_quick_bench(
 ) -> None:
     def chosen(options: tuple[str, ...]) -> set[object]:
         parser = argparse.ArgumentParser()
-        parser.add_argument("--json")
         bench.add_arguments(parser)
-        subject = importlib.import_module(f"ringtile.bench.{options[0]}")
+        subject = importlib.import_module(f"benchmarks.{options[0]}")
         return {comparison.workload for comparison in bench.chosen(parser.parse_args(options), subject)}
 
     monkeypatch.setattr(run_all, "num_gpus", lambda: 2)
     steps = run_all.steps(tmp_path)
-    points = {name: chosen(step.command[4:]) for name, step in steps.items() if name.startswith("bench")}
+    points = {name: chosen(step.command[3:]) for name, step in steps.items() if name.startswith("bench")}
     assert points["bench"] | points["bench_masks"] == chosen(("attention", "--quick", "--device", "cuda"))
     assert points["bench_sm80"] == points["bench"]
-    for subject in SUBJECTS:
-        assert any(step.command[4] == subject for step in steps.values() if "bench" in step.command), subject
+    for subject in bench.SUBJECTS:
+        assert any(step.command[3] == subject for step in steps.values() if "benchmarks" in step.command), subject
 
 
 def archived(folder: pathlib.Path) -> dict[str, bytes]:

@@ -224,7 +224,7 @@ def test_an_older_nvcc_leaves_the_newest_architectures_to_ptx(tmp_path: pathlib.
 # Symbols of libc, libm, libgcc and libstdc++ carry versions, except for some templates of std.
 VERSIONED = re.compile(r"@(GLIBC|GLIBCXX|CXXABI|GCC)_[0-9.]+$")
 STABLE = re.compile(r"^(aoti_torch_|torch_|Py|_Py|_ZN(K|KR|O)?St|_ITM_|__gmon_start__$)")
-BINARIES = ("_C", "_bench", pytest.param("_cuda", marks=pytest.mark.nvcc))
+BINARIES = ("_C", pytest.param("_cuda", marks=pytest.mark.nvcc))
 
 
 @pytest.mark.parametrize("name", BINARIES)
@@ -353,7 +353,7 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 
-import ringtile, ringtile.bench.attention, ringtile.cli.doctor
+import ringtile, ringtile.cli.doctor
 q = torch.ones(1, 4, 1, 8)
 assert torch.equal(ringtile.attention(q, q, q, mask=ringtile.IntervalMask.causal(4)), q)
 assert ringtile.cli.doctor.examine()["kernels"]["error"] is None
@@ -370,7 +370,7 @@ for use in (lambda: ringtile.enable, lambda: __import__("ringtile.auto"), lambda
 
 
 def test_what_runs_without_other_packages_and_what_names_them() -> None:
-    """Attention, its benchmark and the doctor need torch alone. A torch that is too old is named before the binary,
+    """Attention and the doctor need torch alone. A torch that is too old is named before the binary,
     whose symbols it may lack, is loaded; `import ringtile` itself works, for the doctor."""
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

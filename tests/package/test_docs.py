@@ -201,14 +201,14 @@ def test_links_lead_somewhere(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_pages_name_exist(page: str) -> None:
     for span in code_spans(page):
-        if re.fullmatch(r"(csrc|cuda|tests|configs|examples|docs|python)/[\w./-]*", span):
+        if re.fullmatch(r"(csrc|cuda|benchmarks|tests|configs|examples|docs|python)/[\w./-]*", span):
             assert (ROOT / span).exists(), span
-        elif re.fullmatch(r"(hf|sequence|transport|ring|tiled|cli|bench)/\w+\.py", span):
+        elif re.fullmatch(r"(hf|sequence|transport|ring|tiled|cli)/\w+\.py", span):
             assert (PACKAGE / span).exists(), span
 
 
 def test_pages_that_the_code_names_exist() -> None:
-    folders = ("configs", "csrc", "cuda", "python", "tests")
+    folders = ("benchmarks", "configs", "csrc", "cuda", "python", "tests")
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.*")):
         if path.suffix in (".py", ".c", ".h", ".cpp", ".cu", ".cuh", ".yaml") and path != pathlib.Path(__file__):
             for page in re.findall(r"\bdocs/[\w/]+\.md", path.read_text()):

@@ -62,7 +62,7 @@ ROWS = [
     Row("3.13", ""),
     Row("3.14", ""),
     Row("3.10", "2.11", oldest=True),
-    Row("3.11", "2.13", ("axolotl-ringmaster",), tests=("tests/cli/test_bench.py", *SUITE)),
+    Row("3.11", "2.13", ("axolotl-ringmaster",), tests=("tests/bench/test_bench.py", *SUITE)),
     Row("3.11", "2.13", ("liger-kernel==0.8.5",), tests=("tests/hf/test_liger.py", *SUITE)),
     # axolotl pins its packages, some below the versions of [hf].
     *(

@@ -1,4 +1,4 @@
-"""The command line: `ringtile train`, `verify`, `models`, `plan`, `bench`, `init`, `doctor`; or `python -m ringtile`.
+"""The command line: `ringtile train`, `verify`, `models`, `plan`, `init`, `doctor`; or `python -m ringtile`.
 
 A verb is a module with add_arguments(parser) and run(args) -> Outcome. Exit status: 0 done; 1 a check failed;
 2 refused (bad usage, bad input, a lost peer: one line on stderr, no traceback).
@@ -30,7 +30,6 @@ VERBS = {
     "verify": "prove that n ranks compute the same as one, op by op and in training",
     "models": "try which of transformers' language models, encoders and classifiers train exactly on two ranks",
     "plan": "show which keys travel between the ranks of a ring, and what that costs",
-    "bench": "measure the kernels on this machine against other installed libraries",
     "init": "write a project that trains as it is: a script, its YAML, launch files",
     "doctor": "report versions, compiled kernels, devices, and what is patched",
 }

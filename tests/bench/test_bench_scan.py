@@ -1,4 +1,4 @@
-"""`ringtile bench scan`: both backends do the same work, and rows say what was measured."""
+"""`python -m benchmarks scan`: both backends do the same work, and rows say what was measured."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import pathlib
 
 import pytest
 import torch
-from ringtile.bench import scan
-from ringtile.bench.compare import results
-from ringtile.bench.measure import PASSES
-from ringtile.cli import main
+
+from benchmarks import scan
+from benchmarks.__main__ import main
+from benchmarks.compare import results
+from benchmarks.measure import PASSES
 
 
 @pytest.mark.parametrize("case", scan.CASES)
@@ -35,7 +36,7 @@ def test_flops_are_those_of_the_products_with_the_state() -> None:
 @pytest.mark.long
 def test_report_has_a_row_for_each_provider_and_pass(tmp_path: pathlib.Path) -> None:
     sizes = ["--seq-len", "9", "--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "4", "--case", "delta"]
-    command = ["bench", "scan", *sizes, "--threads", "1", "--repeats", "1", "--backend", "ringtile"]
+    command = ["scan", *sizes, "--threads", "1", "--repeats", "1", "--backend", "ringtile"]
     assert main([*command, "--json", str(tmp_path / "bench.json")]) == 0
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert [(row["backend"], row["pass"]) for row in rows] == [("ringtile", name) for name in PASSES]

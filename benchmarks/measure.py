@@ -1,4 +1,4 @@
-"""How `ringtile bench` measures: candidates take turns, medians count, and disturbed samples are retaken.
+"""How `python -m benchmarks` measures: candidates take turns, medians count, and disturbed samples are retaken.
 
 Units: seconds, bytes, flops (2 per multiply-add), flops per second.
 """
@@ -6,7 +6,6 @@ Units: seconds, bytes, flops (2 per multiply-add), flops per second.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import pathlib
 import platform
@@ -18,11 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
 from ringtile import ops
-
-_bench = importlib.import_module("ringtile._bench")  # compiled beside the ops, for the benchmark alone
+from torch import Tensor
 
 PASSES = ("forward", "backward", "forward+backward")
 SAMPLE_SECONDS = 0.05  # a sample repeats its run for this long, so that the cost of reading the clock vanishes
@@ -153,24 +149,6 @@ class MatmulPeak:
 
     def run(self) -> dict[str, float]:
         return {"peak": timed_passes(lambda: self.left @ self.right, None, "cuda")["forward"]}
-
-
-class Peak:
-    """The float32 multiply-add peak of torch's threads, as a candidate that takes turns with the others.
-
-    It uses the instruction set of the kernels, and runs long enough that waking the threads does not count.
-    """
-
-    def __init__(self) -> None:
-        self.isa = ops.ISA_NAMES.index(ops.cpu_isa())
-        self.iterations = 1 << 18  # a millisecond or more: a shorter run may be nothing but waiting for a core
-        while min(self.run()["peak"] for _ in range(2)) < SAMPLE_SECONDS:
-            self.iterations *= 2
-
-    def run(self) -> dict[str, float]:
-        began = time.perf_counter()
-        self.flops: float = _bench.multiply_add(self.isa, self.iterations)
-        return {"peak": time.perf_counter() - began}
 
 
 def copy_bytes_per_s(repeats: int, device: str = "cpu") -> float:

@@ -1,4 +1,4 @@
-"""`ringtile bench ring`: the ring, or another scheme, over processes of one machine, and the same work without it.
+"""`python -m benchmarks ring`: a ring, or another scheme, over processes of one machine; the same work without it.
 
 Each rank is a process of a gloo group, or of an NCCL group with a GPU of its own. A sample starts at a barrier and
 lasts as long as the slowest rank.
@@ -19,15 +19,20 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from ringtile import ops
+from ringtile.attn.attention import ring_attention
+from ringtile.errors import ConfigError
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.plan import RankPlan, rank_plan
+from ringtile.sequence.sharded import ShardedSequence
+from ringtile.transport.groups import transport_of
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 from torch.nn.attention.bias import causal_lower_right
 
-from ringtile import ops
-from ringtile.attn.attention import ring_attention
-from ringtile.bench.attention import BACKENDS as IN_ONE_PROCESS
-from ringtile.bench.attention import attend_candidate, sdpa
-from ringtile.bench.cases import (
+from benchmarks.attention import BACKENDS as IN_ONE_PROCESS
+from benchmarks.attention import attend_candidate, sdpa
+from benchmarks.cases import (
     Attend,
     Case,
     Inputs,
@@ -39,14 +44,10 @@ from ringtile.bench.cases import (
     make_case,
     make_inputs,
 )
-from ringtile.bench.compare import Candidate, timed
-from ringtile.bench.measure import MatmulPeak, Peak, Sample, Sampler, mean_sample, take_turns
-from ringtile.bench.rows import Comparison, Grid, Measured, Untimed, check_device, make_rows, why_skipped
-from ringtile.errors import ConfigError
-from ringtile.sequence.layout import Layout
-from ringtile.sequence.plan import RankPlan, rank_plan
-from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.groups import transport_of
+from benchmarks.compare import Candidate, timed
+from benchmarks.measure import MatmulPeak, Sample, Sampler, mean_sample, take_turns
+from benchmarks.peak import Peak
+from benchmarks.rows import Comparison, Grid, Measured, Untimed, check_device, make_rows, why_skipped
 
 
 class RankContext(NamedTuple):

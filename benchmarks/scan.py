@@ -1,4 +1,4 @@
-"""`ringtile bench scan`: a recurrence or its convolution over one sequence, by ringtile and by transformers.
+"""`python -m benchmarks scan`: a recurrence or its convolution over one sequence, by ringtile and by transformers.
 
 Shape letters: N tokens, H heads, G heads of q and k (of B and C), D head dim.
 """
@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from ringtile.recurrent.choose import function_for
 from torch import Tensor
 from torch.nn import functional
 
-from ringtile.bench.compare import Candidate, gradient_candidate, gradient_of, measure_each
-from ringtile.bench.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward
-from ringtile.recurrent.choose import function_for
+from benchmarks.compare import Candidate, gradient_candidate, gradient_of, measure_each
+from benchmarks.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward
 
 CASES = ("delta", "kda", "ssd", "selective", "convolution")
 WIDTH = 4  # of the convolution, whose channels, as the selective scan's, are the heads' together

@@ -1,4 +1,4 @@
-"""`ringtile bench mlp` and `bench loss`: all backends do the same work, and rows say what was measured."""
+"""`python -m benchmarks mlp` and `benchmarks loss`: all backends do the same work, and rows say what was measured."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from ringtile.bench import loss, mlp
-from ringtile.bench.cases import make_inputs
-from ringtile.bench.compare import Candidate, errors, memory_of, results
-from ringtile.bench.measure import PASSES
-from ringtile.cli import main
 from torch import nn
 from torch.utils._pytree import tree_flatten
+
+from benchmarks import loss, mlp
+from benchmarks.__main__ import main
+from benchmarks.cases import make_inputs
+from benchmarks.compare import Candidate, errors, memory_of, results
+from benchmarks.measure import PASSES
 
 pytestmark = pytest.mark.usefixtures("short_samples")
 TOKENS, E, F, V = 13, 8, 12, 30  # in 4 tiles: the last one is short
@@ -44,7 +45,7 @@ def available(subject: str) -> set[str]:
 
 
 def bench(tmp_path: pathlib.Path, subject: str, *options: str) -> dict[str, Any]:
-    command = ["bench", subject, *OPTIONS[subject], "--threads", "1", "--repeats", "2", *options]
+    command = [subject, *OPTIONS[subject], "--threads", "1", "--repeats", "2", *options]
     assert main([*command, "--json", str(tmp_path / "bench.json")]) == 0
     report: dict[str, Any] = json.loads((tmp_path / "bench.json").read_text())
     return report
@@ -54,7 +55,7 @@ def bench(tmp_path: pathlib.Path, subject: str, *options: str) -> dict[str, Any]
 def test_a_gpus_workloads_are_on_their_device(name: str) -> None:
     """On meta, where a tensor of another device is an error: all inputs, and the plain MLP, forward and backward. Sizes
     are cut to 64: the numbers of a GPU's workload take seconds to draw."""
-    subject = importlib.import_module(f"ringtile.bench.{name}")
+    subject = importlib.import_module(f"benchmarks.{name}")
     quick = [each for each in subject.quick_comparisons() if each.workload.device == "cuda"]
     assert quick  # something to measure on a GPU
     for comparison in quick:
@@ -150,7 +151,7 @@ def test_a_tiled_mlp_grows_less_than_a_plain_one(tmp_path: pathlib.Path) -> None
 def test_rows_name_what_ran_and_what_did_not(
     subject: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ringtile.bench.compare.memory_of", lambda subject, name, workload: dict.fromkeys(PASSES, 7))
+    monkeypatch.setattr("benchmarks.compare.memory_of", lambda subject, name, workload: dict.fromkeys(PASSES, 7))
     report = bench(tmp_path, subject, "--dtype", "bfloat16")
     ran = available(subject)
     sizes = {"mlp": {"hidden_size": E, "intermediate_size": F}, "loss": {"hidden_size": E, "vocab_size": V}}[subject]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from ringtile.bench.rows import Row
+from benchmarks.rows import Row
 
 MARKERS = "osD^vP*X<>"
 

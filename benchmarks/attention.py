@@ -1,4 +1,4 @@
-"""`ringtile bench attention`: ringtile's kernels against torch's attention functions, in one process.
+"""`python -m benchmarks attention`: ringtile's kernels against torch's attention functions, in one process.
 
 Shape letters: B batch, S tokens, H query heads, G kv heads, D head dim.
 """
@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from ringtile.attn.attention import ring_attention
+from ringtile.attn.call import AttentionKernel
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ringtile.attn.attention import ring_attention
-from ringtile.attn.call import AttentionKernel
-from ringtile.bench.cases import (
+from benchmarks.cases import (
     Attend,
     Case,
     Inputs,
@@ -27,11 +29,9 @@ from ringtile.bench.cases import (
     flops_of,
     make_case,
 )
-from ringtile.bench.cases import make_inputs as make_inputs  # a subject's module has it, see measure_each
-from ringtile.bench.compare import Candidate, measure_each, results
-from ringtile.bench.rows import DEVICES, Comparison, Cost, Grid, check_device
-from ringtile.sequence.layout import Layout
-from ringtile.sequence.mask import IntervalMask
+from benchmarks.cases import make_inputs as make_inputs  # a subject's module has it, see measure_each
+from benchmarks.compare import Candidate, measure_each, results
+from benchmarks.rows import DEVICES, Comparison, Cost, Grid, check_device
 
 MAX_ERROR_SEQ_LEN = 1024  # the float64 result is computed up to this length
 WARM_UP_SEQ_LEN = 64

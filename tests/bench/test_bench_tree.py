@@ -1,4 +1,4 @@
-"""`ringtile bench tree`: the tree and the rows compute the same numbers, and rows say what was measured."""
+"""`python -m benchmarks tree`: the tree and the rows compute the same numbers, and rows say what was measured."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import pathlib
 
 import pytest
 import torch
-from ringtile.bench import tree
-from ringtile.bench.compare import results
-from ringtile.bench.measure import PASSES
-from ringtile.cli import main
+
+from benchmarks import tree
+from benchmarks.__main__ import main
+from benchmarks.compare import results
+from benchmarks.measure import PASSES
 
 
 @pytest.mark.parametrize("case", tree.CASES)
@@ -34,7 +35,7 @@ def test_rows_and_the_tree_are_the_same_work(case: str) -> None:
 @pytest.mark.long
 def test_report_has_a_row_for_each_backend_and_pass(tmp_path: pathlib.Path) -> None:
     sizes = ["--seq-len", "24", "--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "4", "--case", "delta"]
-    command = ["bench", "tree", *sizes, "--threads", "1", "--repeats", "1"]
+    command = ["tree", *sizes, "--threads", "1", "--repeats", "1"]
     assert main([*command, "--json", str(tmp_path / "bench.json")]) == 0
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert [(row["backend"], row["pass"]) for row in rows] == [

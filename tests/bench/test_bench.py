@@ -1,4 +1,4 @@
-"""`ringtile bench`: its counts, its rows, its refusals. Speed is not asserted: tests share the machine."""
+"""`python -m benchmarks`: its counts, its rows, its refusals. Speed is not asserted: tests share the machine."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import torch
 import torch.distributed as dist
 from oracle import dense_gradients
 from pool import CONTEXT, run_ranks
-from ringtile.bench import attention, compare, measure, ring
-from ringtile.bench.cases import Workload, bytes_of, flops_of, make_case, make_inputs
-from ringtile.bench.compare import results
-from ringtile.bench.measure import (
+from ringtile.errors import ConfigError
+from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
+
+from benchmarks import attention, compare, measure, ring
+from benchmarks.__main__ import SUBJECTS, main
+from benchmarks.cases import Workload, bytes_of, flops_of, make_case, make_inputs
+from benchmarks.compare import results
+from benchmarks.measure import (
     PASSES,
-    Peak,
     Sample,
     mean_sample,
     take_turns,
     waited_seconds,
 )
-from ringtile.cli import bench as bench_command
-from ringtile.cli import main
-from ringtile.errors import ConfigError
-from torch import Tensor
-from torch.multiprocessing.spawn import start_processes
+from benchmarks.peak import Peak
 
 ROW_KEYS = {
     *("case", "dtype", "seq_len", "head_dim", "num_heads", "num_kv_heads", "world_size", "device", "threads", "scheme"),
@@ -47,7 +47,7 @@ CASES = ("full", "causal", "window-5", "documents-3", "padding")
 
 
 def bench(tmp_path: pathlib.Path, *options: str) -> dict[str, Any]:
-    assert main(["bench", *options, "--json", str(tmp_path / "bench.json")]) == 0
+    assert main([*options, "--json", str(tmp_path / "bench.json")]) == 0
     report: dict[str, Any] = json.loads((tmp_path / "bench.json").read_text())
     return report
 
@@ -367,7 +367,7 @@ def test_unknown_case_is_refused(case: str) -> None:
         ["attention", "--num-kv-heads", "-1"],
         ["attention", "--hidden-size", "8"],
         ["attention", "--device", "tpu"],
-        *([] if torch.cuda.is_available() else [[subject, "--device", "cuda"] for subject in bench_command.SUBJECTS]),
+        *([] if torch.cuda.is_available() else [[subject, "--device", "cuda"] for subject in SUBJECTS]),
         ["ring", "--seq-len", "2"],  # zigzag over 2 ranks has 4 chunks
         ["attention", "--plot", "/dev/null/roofline.png"],
         ["mlp", "--backend", "torch"],
@@ -381,9 +381,9 @@ def test_unknown_case_is_refused(case: str) -> None:
     ],
 )
 def test_impossible_choice_is_one_line_and_status_2(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", options[0], "--repeats", "1", *options[1:]]) == 2
+    assert main([options[0], "--repeats", "1", *options[1:]]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("ringtile: error: ")
+    assert error.startswith("benchmarks: error: ")
     assert error.count("\n") == 1
     assert "expected" in error
 

@@ -1,4 +1,4 @@
-"""The workloads of `ringtile bench attention` and `ring`: masks, sizes, inputs, flops and bytes.
+"""The workloads of `python -m benchmarks attention` and `ring`: masks, sizes, inputs, flops and bytes.
 
 Shape letters: B batch, S tokens, H query heads, G kv heads, D head dim.
 """
@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-
 from ringtile.attn.call import check_tensors
-from ringtile.bench.rows import DTYPES, Cost, forward_backward
 from ringtile.errors import ConfigError
 from ringtile.planner.layer import Plan, plan
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
+from torch import Tensor
+
+from benchmarks.rows import DTYPES, Cost, forward_backward
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (B, S, H, D), k, v (B, S, G, D) -> out (B, S, H, D)
 

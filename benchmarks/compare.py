@@ -12,20 +12,20 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from ringtile.errors import RingtileError
+from ringtile.peak_memory import peak_bytes, reset_peak_bytes
 from torch import Tensor
 
-from ringtile.bench.measure import (
+from benchmarks.measure import (
     PASSES,
     MatmulPeak,
-    Peak,
     Sampler,
     mean_sample,
     take_turns,
     timed_passes,
 )
-from ringtile.bench.rows import Comparison, Cost, Measured, Untimed, make_rows, why_skipped
-from ringtile.errors import RingtileError
-from ringtile.peak_memory import peak_bytes, reset_peak_bytes
+from benchmarks.peak import Peak
+from benchmarks.rows import Comparison, Cost, Measured, Untimed, make_rows, why_skipped
 
 
 class Candidate(NamedTuple):
@@ -56,10 +56,10 @@ def gradient_of(leaf: Tensor) -> Tensor:
 def measure_each(subject: str, comparisons: Sequence[Comparison], repeats: int) -> Iterator[Measured]:
     """Measures the comparisons in order.
 
-    subject: a module of ringtile.bench with `make_inputs(workload)`, `make_candidate(name, workload, inputs)`,
+    subject: a module of benchmarks with `make_inputs(workload)`, `make_candidate(name, workload, inputs)`,
     `cost_of(workload, inputs)` and `exact_results(workload, inputs)`, the float64 results or None.
     """
-    module = importlib.import_module(f"ringtile.bench.{subject}")
+    module = importlib.import_module(f"benchmarks.{subject}")
     for comparison in comparisons:
         workload = comparison.workload
         inputs = module.make_inputs(workload)
@@ -149,7 +149,7 @@ def by_pass(numbers: list[float]) -> dict[str, float]:
 def memory_of(subject: str, name: str, workload: Any) -> dict[str, int]:
     """By how many bytes one forward and backward raise the memory of a fresh process, outputs included, by pass.
 
-    The backward, like the two together, is counted from before the forward. subject: a module of ringtile.bench with
+    The backward, like the two together, is counted from before the forward. subject: a module of benchmarks with
     `make_inputs(workload)`, `make_candidate(name, workload, inputs)` and `smaller(workload)`, which warms the process
     up.
     """
@@ -161,7 +161,7 @@ def memory_of(subject: str, name: str, workload: Any) -> dict[str, int]:
 def _memory_of(subject: str, name: str, workload: Any, num_threads: int) -> dict[str, int]:
     torch.set_num_threads(num_threads)
     device = getattr(workload, "device", "cpu")
-    module = importlib.import_module(f"ringtile.bench.{subject}")
+    module = importlib.import_module(f"benchmarks.{subject}")
     growth = (0, 0)
     for size in (module.smaller(workload), workload):  # the first run loads libraries and starts threads
         candidate: Candidate = module.make_candidate(name, size, module.make_inputs(size))

@@ -1,4 +1,4 @@
-"""Shared by all subjects of `ringtile bench`: comparisons of backends on a workload, and the rows of the report."""
+"""Shared by all subjects: comparisons of backends on a workload, and the rows of the report."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
-
 from ringtile import ops
-from ringtile.bench.measure import PASSES, Summary
 from ringtile.errors import ConfigError
+
+from benchmarks.measure import PASSES, Summary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 

@@ -1,4 +1,4 @@
-"""`ringtile bench mlp`: one gated MLP, forward and backward, in ringtile's tiles and by other implementations.
+"""`python -m benchmarks mlp`: one gated MLP, forward and backward, in ringtile's tiles and by other implementations.
 
 Shape letters: T tokens, E hidden size, F intermediate size.
 """
@@ -12,12 +12,12 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from ringtile.tiled.mlp import tiled_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ringtile.bench.compare import Candidate, gradient_candidate, gradient_of, measure_each
-from ringtile.bench.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward
-from ringtile.tiled.mlp import tiled_mlp
+from benchmarks.compare import Candidate, gradient_candidate, gradient_of, measure_each
+from benchmarks.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward
 
 CASES = ("mlp", "checkpointed")
 EXACT_TOKENS = 1024  # the float64 results are computed this many tokens at a time, so that they fit in memory

@@ -1,4 +1,4 @@
-"""`ringtile bench tree`: a prompt and the completions that share it, as a tree and as rows of their own.
+"""`python -m benchmarks tree`: a prompt and the completions that share it, as a tree and as rows of their own.
 
 Shape letters: S tokens of the tree, of which half are the prompt, n completions, T tokens of a row.
 """
@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-
 import ringtile
-from ringtile.bench import cases, scan
-from ringtile.bench.attention import bool_mask, sdpa
-from ringtile.bench.compare import Candidate, gradient_candidate, measure_each
-from ringtile.bench.rows import Comparison, Cost, Grid, check_sizes
-from ringtile.bench.scan import Inputs
+import torch
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks import cases, scan
+from benchmarks.attention import bool_mask, sdpa
+from benchmarks.compare import Candidate, gradient_candidate, measure_each
+from benchmarks.rows import Comparison, Cost, Grid, check_sizes
+from benchmarks.scan import Inputs
 
 CASES = ("attention", *scan.CASES)
 BACKENDS = ("ringtile", "ringtile_rows", "torch_mask")
@@ -32,7 +32,7 @@ _OF_ALL_TOKENS = ("A", "D", "weight")
 
 @dataclass(frozen=True)
 class Workload(scan.Workload):
-    """case: "attention", or one of `ringtile bench scan`."""
+    """case: "attention", or one of `python -m benchmarks scan`."""
 
     num_completions: int = 8
 

@@ -1,4 +1,4 @@
-"""`ringtile bench loss`: the output projection and the cross entropy, in ringtile's tiles and by others.
+"""`python -m benchmarks loss`: the output projection and the cross entropy, in ringtile's tiles and by others.
 
 Shape letters: T tokens, E hidden size, V vocabulary.
 """
@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from ringtile.tiled.loss import tiled_linear_cross_entropy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ringtile.bench.compare import Candidate, gradient_candidate, gradient_of, measure_each
-from ringtile.bench.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward
-from ringtile.tiled.loss import tiled_linear_cross_entropy
+from benchmarks.compare import Candidate, gradient_candidate, gradient_of, measure_each
+from benchmarks.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward
 
 CASES = ("full", "half-ignored")
 EXACT_TOKENS = 512  # the float64 results are computed this many tokens at a time, so that they fit in memory

@@ -1,9 +1,0 @@
-#if defined(__x86_64__)
-#include "../isa/avx512.h"
-RT_TARGET(RT_AVX512)
-#define RT_MULTIPLY_ADD rt_multiply_add_avx512
-#include "multiply_add_kernel.h"
-RT_TARGET_END
-#else
-typedef int rt_no_multiply_add_avx512; // ISO C forbids an empty translation unit
-#endif

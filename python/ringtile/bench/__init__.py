@@ -1,1 +1,0 @@
-"""The measurements of `ringtile bench`. Only the command line imports this package."""
