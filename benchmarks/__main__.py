@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from ringtile.cli.output import check_output, write_json, write_output
-from ringtile.errors import ConfigError, RingtileError
+from ringtile.cli import Outcome
+from ringtile.cli.output import check_output, write_output
+from ringtile.errors import ConfigError
 from ringtile.planner.sizes import parse_tokens
 
 from benchmarks.measure import MAX_WAITED, PASSES, copy_bytes_per_s, machine
 from benchmarks.rows import DTYPES, Comparison, Measured, Row
+from tools import command
 
 SUBJECTS = {
     "attention": "the kernels, in one process",
@@ -67,25 +69,12 @@ LETTERS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a table for each workload once it is measured. Status 1 if a ring moved other bytes than planned, 2 if
     nothing could be measured as asked, with one line that says why."""
-    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
-    add_arguments(parser)
-    args = parser.parse_args(arguments)
-    try:
-        if args.json:
-            check_output(args.json, "--json")
-        report, status = measure(args)
-        if args.json:
-            write_json(args.json, report)
-    except RingtileError as error:
-        print(f"benchmarks: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return status
+    return command.main("benchmarks", __doc__, add_arguments, measure, arguments)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     summary = "; ".join(f"{name}: {text}" for name, text in SUBJECTS.items())
     parser.add_argument("subject", choices=SUBJECTS, help=summary)
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="also write the result to FILE as JSON")
     parser.add_argument("--quick", action="store_true", help="what docs/guide/performance.md quotes, in a few minutes")
     parser.add_argument("--repeats", type=int, default=7, metavar="COUNT", help="samples of each, taken in turn (7)")
     parser.add_argument("--threads", type=int, metavar="COUNT", help="of a process (all cores; in a ring its share)")
@@ -99,8 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices.add_argument(f"--{name.replace('_', '-')}", action="append", type=kind, metavar="VALUE", help=text)
 
 
-def measure(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Returns the report and the status."""
+def measure(args: argparse.Namespace) -> Outcome:
     if args.repeats < 1 or (args.threads is not None and args.threads < 1):
         raise ConfigError(f"--repeats is {args.repeats}, --threads {args.threads}; expected at least 1")
     subject = importlib.import_module(f"benchmarks.{args.subject}")
@@ -139,7 +127,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     wrong = [row for row in report["rows"] if row.get("bytes_moved") != row.get("plan_bytes")]
     for row in wrong:
         console.print(f"{row['case']}: {row['bytes_moved']} bytes moved, expected {row['plan_bytes']} as planned")
-    return report, int(bool(wrong))
+    return Outcome(int(bool(wrong)), report)
 
 
 def chosen(args: argparse.Namespace, subject: Any) -> list[Comparison]:

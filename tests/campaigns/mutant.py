@@ -12,4 +12,4 @@ class Mutant(NamedTuple):
     broken: str
     test: str  # a pytest selection, or "c PROGRAM", or "emulator PROGRAM"
     source: str = ""  # where others had it: an issue or a pull request of GitHub, OWNER/NAME#NUMBER
-    case: str = ""  # of `ringtile verify --backend ringtile`, or of BACKEND: CASE, which must find it too
+    case: str = ""  # of `python -m tools.gauntlet ringtile`, or of BACKEND: CASE, which must find it too

@@ -81,14 +81,14 @@ def passes(test: str, *, is_broken: bool = True) -> tuple[bool, str]:
 
 
 def verified(mutant: Mutant, *, is_broken: bool = True) -> tuple[bool, str]:
-    """Whether `ringtile verify` finds nothing wrong with the mutant's case, and the end of what it printed."""
+    """Whether the gauntlet finds nothing wrong with the mutant's case, and the end of what it printed."""
     backend, _, case = mutant.case.rpartition(": ")
 
     def verify() -> object:
-        from ringtile.cli import main
+        from tools.gauntlet.__main__ import main
 
         with parts.servers_forked():
-            return main(["verify", "--backend", backend or "ringtile", "--case", case])
+            return main([backend or "ringtile", "--case", case])
 
     return in_fork(verify, keeps_bytecode=not is_broken)
 

@@ -289,6 +289,6 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    from ringtile.cli.models import replace_table
+    from tools.models.__main__ import replace_table
 
     replace_table(PAGE, table(), BEGIN)

@@ -29,10 +29,9 @@ def test_command_line_is_what_users_script_against() -> None:
         options[verb] = {action.option_strings[0] for action in parser._actions if action.option_strings} - {"-h"}
     assert options == {
         "train": {"--compare", "--plot"},
-        "verify": {"--backend", "--case", "--markdown"},
+        "verify": set(),
         "init": set(),
         "doctor": {"--bundle", "--config"},
-        "models": {"--markdown"},
         "plan": {
             "--seq-len",
             "--world-size",

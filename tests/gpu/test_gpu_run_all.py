@@ -57,6 +57,7 @@ def test_measurements_cover_the_quick_bench(
 ) -> None:
     def chosen(options: tuple[str, ...]) -> set[object]:
         parser = argparse.ArgumentParser()
+        parser.add_argument("--json")
         bench.add_arguments(parser)
         subject = importlib.import_module(f"benchmarks.{options[0]}")
         return {comparison.workload for comparison in bench.chosen(parser.parse_args(options), subject)}

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from ringtile.cli.tiny_models import tiny_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -13,6 +12,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+
+from tools.models.tiny_models import tiny_config
 
 SIZES = {
     "vocab_size": 96,

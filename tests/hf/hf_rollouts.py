@@ -19,8 +19,9 @@ from hf_engines import engine as engine_arguments
 from hf_engines import full_weights
 from hf_models import hybrid, tiny_model, tiny_tokenizer, with_lora
 from hf_training import PROOF, Run, enter_world
-from ringtile.cli.tiny_images import LAST_WORD
 from transformers import Trainer
+
+from tools.models.tiny_images import LAST_WORD
 
 EOS = 2
 SETTINGS: dict[str, Any] = {

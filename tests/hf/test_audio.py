@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from cells import Cell, Refusal, check, check_enable, check_on_ranks, params, table
-from ringtile.cli.tiny_models import tiny_config, tiny_model
-from ringtile.cli.tiny_sounds import Sounds, sound_model
 from test_images import STEPS, make_rows
 from transformers import PreTrainedModel
+
+from tools.models.tiny_models import tiny_config, tiny_model
+from tools.models.tiny_sounds import Sounds, sound_model
 
 
 class Padded:

@@ -11,10 +11,11 @@ from hf_engines import engine as engine_arguments
 from hf_models import tiny_model
 from hf_training import Messages, Padded, make_trainer
 from pool import run_ranks
-from ringtile.cli.tiny_images import image_model
 from ringtile.first_batch import proof
 from ringtile.hf import first_batch
 from test_images import Padded as PaddedImages
+
+from tools.models.tiny_images import image_model
 
 
 def _is_first_group() -> bool:

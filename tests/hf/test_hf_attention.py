@@ -7,13 +7,14 @@ import pytest
 import ringtile
 import torch
 from hf_models import tiny_encoder, tiny_model
-from ringtile.cli import tiny_models
 from ringtile.hf import attention, layers, model, packing
 from ringtile.hf.batch import active, active_batch, forget_checkpoints, keep_in_checkpoints
 from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.patches import Patches
 from ringtile.transport.loopback import LoopbackWorld
 from torch._dynamo.utils import counters
+
+from tools.models import tiny_models
 
 BATCH, SEQ_LEN = 2, 27
 LEFT_PADDED = torch.tensor([[0] * 4 + [1] * 23, [1] * 27])

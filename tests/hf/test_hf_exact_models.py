@@ -11,10 +11,11 @@ import torch
 from cells import Cell, check, params, table
 from hf_models import NUM_LABELS, SIZES, hybrid, tiny_encoder, tiny_model, with_lora
 from hf_training import TOLERANCE, Padded, packed, packed_for_flash, train
-from ringtile.cli import tiny_models
 from ringtile.hf.batch import CHECKPOINTING
 from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from tools.models import tiny_models
 
 STEPS = {"gradient_accumulation_steps": 1, "num_rows": 24}
 ALONE = {"context_parallel_size": 1}

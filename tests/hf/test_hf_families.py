@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from ringtile.cli import tiny_models
 from ringtile.hf import families
 from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
 from ringtile.hf.packing import Forward, Packing, positions_separate, read_forward
 from ringtile.hf.patches import Patches
+
+from tools.models import tiny_models
 
 FILES = pathlib.Path(transformers.__file__).parent / "models"
 # The arguments of the functions that ringtile replaces. One more of them may change what a recurrence computes.

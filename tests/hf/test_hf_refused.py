@@ -14,7 +14,6 @@ from hf_models import SIZES, hybrid, tiny_encoder, tiny_model
 from hf_training import enter_world, make_trainer
 from losses import OwnLoss
 from pool import run_ranks
-from ringtile.cli import tiny_models
 from ringtile.hf.balancing_loss import check_balancing_loss
 from ringtile.hf.batch import active
 from ringtile.hf.checks import attends_causally
@@ -31,6 +30,8 @@ from transformers import (
     Trainer,
 )
 from transformers.modeling_outputs import CausalLMOutput
+
+from tools.models import tiny_models
 
 CONFIG = {"context_parallel_size": 2}
 UNPROVED = {"first_batch_check": False}

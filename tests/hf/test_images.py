@@ -10,10 +10,11 @@ import torch
 from cells import Cell, check, params, table
 from hf_training import TOLERANCE
 from peft import LoraConfig, get_peft_model
-from ringtile.cli.tiny_images import FIRST_WORD, LAST_WORD, Images, image_model
 from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
 from torch.nn import functional
 from transformers import PreTrainedModel
+
+from tools.models.tiny_images import FIRST_WORD, LAST_WORD, Images, image_model
 
 STEPS = {"gradient_accumulation_steps": 2, "learning_rate": 0.01, "max_steps": 2, "remove_unused_columns": False}
 # Gemma 4 has gradients of 14 at its random weights: a large step multiplies the rounding of the first.

@@ -9,11 +9,12 @@ import torch
 from hf_rollouts import train_rollouts
 from pool import run_ranks
 from ringtile import RefusedError
-from ringtile.cli.tiny_images import image_model
 from ringtile.hf import rollouts
 from test_images_trl import processor, rows
 from test_rollouts import ALL as EVERYTHING
 from test_rollouts import RLOO, assert_equal
+
+from tools.models.tiny_images import image_model
 
 trl = pytest.importorskip("trl")
 STEPS = {"learning_rate": 0.01}

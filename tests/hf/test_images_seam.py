@@ -9,12 +9,13 @@ from cells import Cell, Refusal, check, check_on_ranks, params, table
 from hf_models import tiny_model
 from hf_training import enter_world, make_trainer
 from pool import run_ranks
-from ringtile.cli.tiny_images import image_model
 from ringtile.hf.batch import active_batch
 from ringtile.hf.families import CACHES
 from ringtile.hf.patches import Patches
 from ringtile.hf.seam import Seam, language_model
 from test_images import MOVED, STEPS, Padded, made, make_rows
+
+from tools.models.tiny_images import image_model
 
 # Of four packed documents, by the images in each.
 BEFORE, AFTER = [[0], [], [1], []], [[], [0], [1], []]

@@ -7,7 +7,8 @@ import pytest
 import torch
 from cells import Cell, check, params, table
 from hf_models import tiny_tokenizer
-from ringtile.cli.tiny_images import END, FIRST_WORD, IMAGE, LAST_WORD, SIDE, START, image_model
+
+from tools.models.tiny_images import END, FIRST_WORD, IMAGE, LAST_WORD, SIDE, START, image_model
 
 pytest.importorskip("PIL")
 datasets = pytest.importorskip("datasets")

@@ -14,7 +14,6 @@ import torch
 from hf_training import TOLERANCE, make_trainer
 from peft import LoraConfig, get_peft_model
 from pool import run_ranks
-from ringtile.cli import tiny_images
 from ringtile.errors import PeerLostError, RefusedError, RingMismatchError
 from ringtile.hf import images, towers
 from ringtile.hf.patches import Patches
@@ -24,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoModel
 from transformers.models.gemma4.configuration_gemma4 import Gemma4VisionConfig
+
+from tools.models import tiny_images
 
 GRID = torch.tensor([[1, 4, 4], [1, 2, 6], [1, 8, 4], [1, 2, 2], [1, 6, 6]])  # patches: 16, 12, 32, 4, 36
 PATCH = 2 * 3 * 8 * 8

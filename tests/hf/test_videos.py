@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 from cells import Cell, check, params, table
-from ringtile.cli.tiny_images import ELSEWHERE, END, FIRST_WORD, LAST_WORD, START, Images, image_model
 from test_images import STEEP, STEPS
 from transformers import PreTrainedModel
+
+from tools.models.tiny_images import ELSEWHERE, END, FIRST_WORD, LAST_WORD, START, Images, image_model
 
 VIDEO = 1000  # the number of the first video; below, images
 NUM_FRAMES = (2, 1, 3)  # of videos in turn, where they may differ

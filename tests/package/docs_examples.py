@@ -18,10 +18,11 @@ from hf_engines import engine
 from hf_models import tiny_model, tiny_tokenizer
 from hf_training import Padded, enter_world, make_rows
 from ringtile.cli.projects.tiny_model import tiny_tokenizer as byte_tokenizer
-from ringtile.cli.tiny_images import Images, image_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from tools.models.tiny_images import Images, image_model
 
 B, S, W, H, D, VOCAB = 1, 24, 2, 2, 8, 32
 Names = dict[str, Any]

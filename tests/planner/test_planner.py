@@ -14,7 +14,6 @@ import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from ringtile.cli import main
-from ringtile.cli.tiny_models import tiny_config
 from ringtile.config import Config
 from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf.batch import CHECKPOINTING
@@ -26,6 +25,8 @@ from ringtile.planner.step import StepMemory, TrainingStep
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from tools.models.tiny_models import tiny_config
 
 LAYERS, E, V = 3, 64, 320
 _TINY: dict[str, Any] = {

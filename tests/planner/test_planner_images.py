@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from ringtile.cli import main
-from ringtile.cli.tiny_images import image_model
 from ringtile.config import Config
 from ringtile.hf.model import towers
 from ringtile.planner.images import ImageRows
@@ -19,6 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig
+
+from tools.models.tiny_images import image_model
 
 SIZES: dict[str, tuple[int, int] | None] = {"qwen3_vl": (32, 64), "gemma3": None}
 SIZES |= {"qwen2_5_vl": (32, 64), "glm4v": (32, 64), "llava": None, "internvl": None}
@@ -84,7 +85,7 @@ REFUSED = {
     "--image-size is of the images of a row": ["qwen3_vl", "--image-size=32x32"],
     "--images is 0; expected at least 1": ["qwen3_vl", "--images=0"],
     "a GRPO step is planned of text": ["qwen3_vl", "--images=1", "--image-size=32x32", "--completion-tokens=8"],
-    "expected a causal language model (ringtile models lists them), or --images too": ["qwen3_vl"],
+    "expected a causal language model (docs/guide/models.md lists them), or --images too": ["qwen3_vl"],
     "--seq-len is 8, and --images 4 are": ["gemma3", "--images=4", "--seq-len=8"],
     "the only one that Gemma3ForConditionalGeneration takes": ["gemma3", "--images=4", "--image-size=8x8"],
     "what its processor makes of an image (it takes pixel_attention_mask)": ["smolvlm", "--images=4"],

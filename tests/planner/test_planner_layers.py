@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from ringtile.cli.tiny_models import tiny_config
 from ringtile.config import Config
 from ringtile.errors import RefusedError
 from ringtile.hf import recurrent
@@ -26,6 +25,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
+
+from tools.models.tiny_models import tiny_config
 
 # ---- remembered ops -------------------------------------------------------------------------------
 

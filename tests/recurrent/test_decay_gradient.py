@@ -15,7 +15,6 @@ import scan_oracle
 import torch
 from hf_training import make_trainer
 from pool import run_ranks
-from ringtile.cli.tiny_models import tiny_config
 from ringtile.recurrent import kernels
 from torch import Tensor
 from torch.nn import functional
@@ -23,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+from tools.models.tiny_models import tiny_config
 
 Gradients = dict[str, Tensor]
 

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from hf_models import tiny_model, with_lora
 from pool import run_ranks
 from ringtile import IntervalMask, context_parallel
-from ringtile.cli.tiny_images import FIRST_WORD, Images, image_model
 from test_torch_cp_noticed import loss_of, message_of
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from tools.models.tiny_images import FIRST_WORD, Images, image_model
 
 # Two images and one; the second row ends with padding. Then text alone.
 ROWS = [(range(FIRST_WORD, FIRST_WORD + 14), [0, 1]), (range(FIRST_WORD + 20, FIRST_WORD + 31), [2])]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
 from ringtile.config import nearest_key
@@ -86,6 +86,18 @@ def _check_number(key: str, value: float) -> None:
 def _name(value: Any) -> str:
     """The text of a value that may be a member of an enumeration."""
     return str(getattr(value, "value", value)).lower()
+
+
+def read_config(folder: str) -> PretrainedConfig:
+    """The configuration in a folder; which implementations it names is forgotten, as a name may be code of a hub.
+
+    Raises ConfigError for a size that would take forever, and what transformers raises.
+    """
+    keys, _ = PretrainedConfig.get_config_dict(folder)
+    check_counts(keys)
+    config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config._attn_implementation = config._experts_implementation = None
+    return config
 
 
 def check_counts(keys: Any) -> None:

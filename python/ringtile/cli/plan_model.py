@@ -304,9 +304,8 @@ def model_config(name: str, has_images: bool) -> Any:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
-    from ringtile.cli.limits import check_model_config
+    from ringtile.cli.limits import check_model_config, read_config
     from ringtile.cli.recipe import pretrained_config, told_as_ours
-    from ringtile.cli.tiny_models import read_config
 
     types, kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model"
     if has_images:
@@ -324,7 +323,7 @@ def model_config(name: str, has_images: bool) -> Any:
         if config.model_type not in types:
             more = "" if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else ", or --images too"
             raise ConfigError(
-                f"--model is of type {config.model_type}; expected a {kind} (ringtile models lists them){more}"
+                f"--model is of type {config.model_type}; expected a {kind} (docs/guide/models.md lists them){more}"
             )
         check_model_config(config, is_built=False)
     return config

@@ -2,8 +2,7 @@
 
 torchrun --standalone --nproc-per-node 2 -m ringtile verify run.yaml
 
-Reads the same file as `ringtile train`. Without `data`, it trains on text that ships with ringtile. With --backend, it
-judges any implementation of context parallelism on a table of cases instead (cli/gauntlet).
+Reads the same file as `ringtile train`. Without `data`, it trains on text that ships with ringtile.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rich.table import Table
 import ringtile
 from ringtile.cli import Outcome, world
 from ringtile.cli.environment import rank
-from ringtile.errors import ConfigError, RingtileError
+from ringtile.errors import RingtileError
 
 STEPS = 5
 DEFAULT_SEQ_LEN = 512
@@ -44,22 +43,11 @@ ENGINE_KEYS = ("fsdp", "fsdp_config", "deepspeed", "parallelism_config")  # not 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config", metavar="CONFIG.yaml", type=pathlib.Path, nargs="?", help="as for train: docs/guide/train.md"
-    )
-    parser.add_argument("--backend", metavar="NAME", action="append", help="judge this implementation instead; or all")
-    parser.add_argument("--case", metavar="NAME", action="append", help="with --backend: this case only")
-    parser.add_argument("--markdown", metavar="FILE", type=pathlib.Path, help="with --backend: replace a page's table")
+    parser.add_argument("config", metavar="CONFIG.yaml", type=pathlib.Path, help="as for train: docs/guide/train.md")
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Checks the ops, then trains on all ranks and in one process; rank 0 prints a table. Status 1: a check failed."""
-    if args.backend:
-        from ringtile.cli.gauntlet import table
-
-        return table.run(args.backend, args.case or [], args.markdown)
-    if args.config is None:
-        raise ConfigError("CONFIG.yaml is not given; expected a file as for train, or --backend NAME")
     from ringtile.cli.proofs import prove_ops
     from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model
     from ringtile.cli.report import DATA_CHANGED

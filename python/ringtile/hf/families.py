@@ -2,8 +2,8 @@
 
 Everything else is asked of the model (its config, its modules, the source of its classes), or proved on the first
 batch. Attention needs no entry: all models of transformers call one interface. A new release of transformers may add
-classes to any table, or change what an entry says: `ringtile models` tries every type, and tests/hf/test_hf_families.py
-reads the installed release and names the first class that is not as it is written here.
+classes to any table, or change what an entry says: `python -m tools.models` tries every type, and
+tests/hf/test_hf_families.py reads the installed release and names the first class that is not as it is written here.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ _NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a
 # What to do about a model that no setting makes run on shards; ends a message.
 INSTEAD = (
     "train it with context_parallel_size: 1, where tiled_mlp, tiled_loss and activation_offload still save memory, or "
-    "choose a type that `ringtile models` finds exact"
+    "choose a type that docs/guide/models.md lists as exact"
 )
 
 

@@ -63,9 +63,10 @@ def campaign(trials: int | None, seed: int) -> Counts:
 def prepared() -> dict[str, dict[str, Any]]:
     """The configurations. Imports what a plan needs, so that each trial takes a fraction of a second."""
     import transformers
-    from ringtile.cli.tiny_models import tiny_config
     from ringtile.planner.setup import Setup
     from ringtile.planner.step import TrainingStep
+
+    from tools.models.tiny_models import tiny_config
 
     found: dict[str, dict[str, Any]] = {}
     for name in TYPES:

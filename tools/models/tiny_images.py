@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 
-from ringtile.cli.tiny_models import VOCABULARY, tiny_config, with_random_weights
+from tools.models.tiny_models import VOCABULARY, tiny_config, with_random_weights
 
 START, END, IMAGE = VOCABULARY - 3, VOCABULARY - 2, VOCABULARY - 1  # tokens around an image, and of it
 FIRST_WORD, LAST_WORD = 3, VOCABULARY - 8  # tokens of text

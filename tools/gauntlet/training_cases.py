@@ -12,20 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import ringtile
 import torch
 import transformers
+from ringtile.cli.report import MAX_REL_LOSS_DIFF, max_rel_diff
+from ringtile.hf.batch import CHECKPOINTING
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.data import Dataset
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-import ringtile
-from ringtile.cli.gauntlet.backends import backend
-from ringtile.cli.report import MAX_REL_LOSS_DIFF, max_rel_diff
-from ringtile.cli.tiny_models import VOCABULARY, tiny_config, tiny_model
-from ringtile.cli.tiny_training import differences, equal
-from ringtile.hf.batch import CHECKPOINTING
+from tools.gauntlet.backends import backend
+from tools.models.tiny_models import VOCABULARY, tiny_config, tiny_model
+from tools.models.tiny_training import differences, equal
 
 LENGTHS = ((24, 11), (17, 21), (9, 24), (22, 13))  # of the documents of each batch
 EVAL_LENGTHS = ((24, 11), (19,))  # the last batch is smaller

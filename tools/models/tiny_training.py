@@ -8,15 +8,17 @@ import tempfile
 import warnings
 from typing import Any
 
+import ringtile
 import torch
 import transformers
+from ringtile.cli.report import MAX_REL_GRAD_NORM_DIFF, MAX_REL_LOSS_DIFF, max_rel_diff
+from ringtile.errors import RingtileError
+from ringtile.hf.trainer import first_batch_of
 from transformers import PretrainedConfig, PrinterCallback, Trainer, TrainingArguments
 
-import ringtile
-from ringtile.cli import tiny_images, tiny_sounds
-from ringtile.cli.report import MAX_REL_GRAD_NORM_DIFF, MAX_REL_LOSS_DIFF, max_rel_diff
-from ringtile.cli.tiny_images import FIRST_WORD, LAST_WORD, Images, image_model
-from ringtile.cli.tiny_models import (
+from tools.models import tiny_images, tiny_sounds
+from tools.models.tiny_images import FIRST_WORD, LAST_WORD, Images, image_model
+from tools.models.tiny_models import (
     IMAGES,
     SOUND,
     VOCABULARY,
@@ -27,8 +29,6 @@ from ringtile.cli.tiny_models import (
     tiny_model,
     types_with_heads,
 )
-from ringtile.errors import RingtileError
-from ringtile.hf.trainer import first_batch_of
 
 STEPS = 2
 LENGTHS = (24, 19, 21, 16)  # of the rows, two in a batch: longer than the windows and chunks of tiny configurations
@@ -36,7 +36,7 @@ MAX_REL_WEIGHT_DIFF = 1e-5  # of a parameter, relative to its largest number
 
 
 def all_types() -> list[str]:
-    """The names that `ringtile models` knows."""
+    """The names that `python -m tools.models` knows."""
     others = [f"{name}:{IMAGES}" for name in tiny_images.TYPES] + [f"{name}:{SOUND}" for name in tiny_sounds.TYPES]
     return [*causal_types(), *image_text_types(), *others, *types_with_heads()]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForMultimodalLM, AutoModelForSeq2SeqLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-from ringtile.cli.tiny_images import ELSEWHERE, END, START, Images, image_model
+from tools.models.tiny_images import ELSEWHERE, END, START, Images, image_model
 
 # The model types whose processors' features are imitated here.
 TYPES = (

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from ringtile.cli.limits import LAYER_COUNTS
 from transformers import (
     CONFIG_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
@@ -24,8 +24,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
-
-from ringtile.cli.limits import LAYER_COUNTS, check_counts
 
 VOCABULARY = 96
 LAYERS_OF_A_KIND = 2
@@ -311,15 +309,3 @@ def _small_rope(values: dict[str, Any]) -> dict[str, Any]:
         else:
             small[name] = _small(name, value)
     return small
-
-
-def read_config(folder: str) -> PretrainedConfig:
-    """The configuration in a folder; which implementations it names is forgotten, as a name may be code of a hub.
-
-    Raises ConfigError for a size that would take forever, and what transformers raises.
-    """
-    keys, _ = PretrainedConfig.get_config_dict(folder)
-    check_counts(keys)
-    config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    config._attn_implementation = config._experts_implementation = None
-    return config

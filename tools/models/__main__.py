@@ -1,4 +1,4 @@
-"""`ringtile models [NAME ...]`: which types of models of transformers train exactly on two ranks.
+"""`python -m tools.models [NAME ...]`: which types of models of transformers train exactly on two ranks.
 
 Each type is built tiny from its default configuration, with every kind of layer that it has, and trained on text, or
 with images or sound, for two steps, on two gloo ranks and in one process. Dropout and noise are set to 0, and a
@@ -10,13 +10,16 @@ from __future__ import annotations
 import argparse
 import pathlib
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ringtile.cli import Outcome
 from ringtile.cli.output import write_output
 from ringtile.errors import ConfigError
+
+from tools import command
 
 if TYPE_CHECKING:
     import torch
@@ -31,13 +34,18 @@ _KINDS = {
     "masked-lm": "of masked words",
     "token-classification": "of classes of tokens",
 }
-BEGIN, END = "<!-- begin: ringtile models --markdown -->\n", "<!-- end -->\n"
+BEGIN, END = "<!-- begin: python -m tools.models --markdown -->\n", "<!-- end -->\n"
 
 
 class Processes(Protocol):
     """Processes that run one function each, see `Workers`."""
 
     def call(self, function: Callable[..., Any], *arguments: Any, seconds: float) -> list[Any]: ...
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a line per type. Status 1: one trains to other numbers, or fails without a refusal."""
+    return command.main("tools.models", __doc__, add_arguments, run, arguments)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Prints a line per type. Status 1: one trains to other numbers, or fails without a refusal."""
-    from ringtile.cli.tiny_training import all_types
-    from ringtile.cli.workers import Workers
+    from tools.models.tiny_training import all_types
+    from tools.models.workers import Workers
 
     if args.markdown is not None:
         split_page(args.markdown)
@@ -93,8 +100,9 @@ def decide(name: str, ranks: Processes, alone: Processes) -> dict[str, Any]:
 def _decide(
     name: str, ranks: Processes, alone: Processes, dtype: torch.dtype, config: dict[str, Any]
 ) -> dict[str, Any]:
-    from ringtile.cli.tiny_models import read_config
-    from ringtile.cli.tiny_training import differences, equal, train
+    from ringtile.cli.limits import read_config
+
+    from tools.models.tiny_training import differences, equal, train
 
     source = read_config(name) if pathlib.Path(name).is_dir() else name
     row: dict[str, Any] = {"type": name, "dtype": str(dtype)}
@@ -181,3 +189,7 @@ def _names(rows: list[dict[str, Any]]) -> str:
 
 def _write(path: pathlib.Path, text: str) -> None:
     path.write_text(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import os
 import pathlib
 import platform
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-
 from ringtile.cli import Outcome
-from ringtile.cli.gauntlet import attention_cases, judge, training_cases
-from ringtile.cli.gauntlet.attention_cases import AttentionCase
-from ringtile.cli.gauntlet.backends import Backend, backend, backends
-from ringtile.cli.gauntlet.training_cases import TrainingCase
-from ringtile.cli.models import replace_table, split_page
 from ringtile.errors import ConfigError
 
-BEGIN = "<!-- begin: ringtile verify --backend all --markdown -->\n"
+from tools import command
+from tools.gauntlet import attention_cases, judge, training_cases
+from tools.gauntlet.attention_cases import AttentionCase
+from tools.gauntlet.backends import Backend, backend, backends
+from tools.gauntlet.training_cases import TrainingCase
+from tools.models.__main__ import replace_table, split_page
+
+BEGIN = "<!-- begin: python -m tools.gauntlet all --markdown -->\n"
 FAILED = ("wrong", "hangs", "crashed")
 
 
-def run(names: list[str], cases: list[str], markdown: pathlib.Path | None) -> Outcome:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line per cell. Status 1: a cell is wrong, hangs or crashes."""
+    return command.main("tools.gauntlet", __doc__, add_arguments, run, arguments)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("backend", metavar="BACKEND", nargs="+", help="the implementation to judge; or all")
+    parser.add_argument("--case", metavar="NAME", action="append", default=[], help="this case only")
+    parser.add_argument("--markdown", metavar="FILE", type=pathlib.Path, help="replace the table in this page")
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    names, cases, markdown = args.backend, args.case, args.markdown
     if markdown is not None:
         split_page(markdown, BEGIN)
     known = [case.name for case in attention_cases.CASES] + [case.name for case in training_cases.CASES]
@@ -127,3 +141,7 @@ def _plain(words: str) -> str:
     """For a cell of a table."""
     words = re.sub(r"(\[127\.0\.0\.1\]):\d+", r"\1", words)  # another port each time
     return " ".join(words.replace("|", " ").replace("<", " ").replace(">", " ").split())[:260]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from ringtile.cli.gauntlet import training_cases
-from ringtile.cli.gauntlet.attention_cases import AttentionCase, Outputs, exact
-from ringtile.cli.gauntlet.backends import Backend, NotOfferedError, backend
-from ringtile.cli.gauntlet.training_cases import TrainingCase
-from ringtile.cli.workers import Workers
 from ringtile.first_batch.run import TIMES
+
+from tools.gauntlet import training_cases
+from tools.gauntlet.attention_cases import AttentionCase, Outputs, exact
+from tools.gauntlet.backends import Backend, NotOfferedError, backend
+from tools.gauntlet.training_cases import TrainingCase
+from tools.models.workers import Workers
 
 RANKS = 4
 START_SECONDS = 300.0  # the first time, all of torch and transformers is imported

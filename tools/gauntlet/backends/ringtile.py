@@ -7,15 +7,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import ringtile
-from ringtile.cli.gauntlet.attention_cases import AttentionCase, Inputs, Outputs
-from ringtile.cli.gauntlet.backends import Backend, sharded
 from ringtile.sequence.layout import PADDED_LIKE
 from ringtile.sequence.mask import IntervalMask
+
+from tools.gauntlet.attention_cases import AttentionCase, Inputs, Outputs
+from tools.gauntlet.backends import Backend, sharded
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from ringtile.cli.gauntlet.training_cases import TrainingCase
+    from tools.gauntlet.training_cases import TrainingCase
 
 
 def _attend(scheme: str, layout: str, case: AttentionCase, inputs: Inputs) -> Outputs:

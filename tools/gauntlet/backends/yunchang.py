@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringtile.cli.gauntlet.attention_cases import AttentionCase, Inputs, Outputs
-from ringtile.cli.gauntlet.backends import Backend, NotOfferedError, sharded
-from ringtile.cli.gauntlet.block_on_cpu import install_flash_attn
+from tools.gauntlet.attention_cases import AttentionCase, Inputs, Outputs
+from tools.gauntlet.backends import Backend, NotOfferedError, sharded
+from tools.gauntlet.block_on_cpu import install_flash_attn
 
 
 def _attend(case: AttentionCase, inputs: Inputs) -> Outputs:

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringtile.cli.gauntlet.attention_cases import AttentionCase, Inputs, Outputs
-from ringtile.cli.gauntlet.backends import Backend, NotOfferedError
-from ringtile.cli.gauntlet.block_on_cpu import install_aten_flash_attention
+from tools.gauntlet.attention_cases import AttentionCase, Inputs, Outputs
+from tools.gauntlet.backends import Backend, NotOfferedError
+from tools.gauntlet.block_on_cpu import install_aten_flash_attention
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from ringtile.cli.gauntlet.training_cases import TrainingCase
+    from tools.gauntlet.training_cases import TrainingCase
 
 
 def _attend(accelerate: bool, case: AttentionCase, inputs: Inputs) -> Outputs:

@@ -1,4 +1,4 @@
-"""What docs/guide/models.md says of a model type is what `ringtile models` finds; nothing is wrong or fails."""
+"""What docs/guide/models.md says of a model type is what `python -m tools.models` finds; nothing is wrong or fails."""
 
 import logging
 import pathlib
@@ -9,10 +9,10 @@ import pytest
 import ringtile
 from hf_training import enter_world
 from pool import run_ranks
-from ringtile.cli import main
-from ringtile.cli.models import decide, markdown, reason_of, split_page
-from ringtile.cli.tiny_models import tiny_config
-from ringtile.cli.tiny_training import all_types
+
+from tools.models.__main__ import decide, main, markdown, reason_of, split_page
+from tools.models.tiny_models import tiny_config
+from tools.models.tiny_training import all_types
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs/guide/models.md"
 TYPES = all_types()
@@ -33,7 +33,7 @@ def _in_world(function, *arguments):
 
 
 def _as_told(error):
-    """Do what the processes of `ringtile models` do."""
+    """Do what the processes of `python -m tools.models` do."""
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
@@ -55,7 +55,7 @@ class _Alone:
 
 def _documented():
     """{type: (verdict, reason)} of the committed page."""
-    _, _, rest = PAGE.read_text().partition("<!-- begin: ringtile models --markdown -->\n")
+    _, _, rest = PAGE.read_text().partition("<!-- begin: python -m tools.models --markdown -->\n")
     found, verdict = {}, ""
     for line in rest.splitlines():
         if line.startswith("`"):
@@ -116,7 +116,7 @@ def test_own_configuration_is_tried(tmp_path):
 
 
 def test_unknown_name_is_told(capsys):
-    assert main(["models", "lama"]) == 2
+    assert main(["lama"]) == 2
     assert "NAME is lama; expected a folder with a config.json, or one of afmoe" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""The implementations that `ringtile verify --backend` judges: a module for each package, and what they share.
+"""The implementations that `python -m tools.gauntlet` judges: a module for each package, and what they share.
 
 A module imports its package inside its functions only, which run in processes that end with the case.
 """
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from ringtile.errors import ConfigError
 from torch import Tensor
 
-from ringtile.cli.gauntlet.attention_cases import AttentionCase, Inputs, Outputs, gradient
-from ringtile.errors import ConfigError
+from tools.gauntlet.attention_cases import AttentionCase, Inputs, Outputs, gradient
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from ringtile.cli.gauntlet.training_cases import TrainingCase
+    from tools.gauntlet.training_cases import TrainingCase
 
 
 class NotOfferedError(Exception):
@@ -68,7 +68,7 @@ def backends() -> dict[str, Backend]:
 
 def backend(name: str) -> Backend:
     if name not in backends():
-        raise ConfigError(f"--backend is {name}; expected all, or one of {', '.join(backends())}")
+        raise ConfigError(f"BACKEND is {name}; expected all, or one of {', '.join(backends())}")
     return backends()[name]
 
 

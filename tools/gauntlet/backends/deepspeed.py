@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringtile.cli.gauntlet.attention_cases import AttentionCase, Inputs, Outputs, dense
-from ringtile.cli.gauntlet.backends import Backend, NotOfferedError, chunk, sharded
+from tools.gauntlet.attention_cases import AttentionCase, Inputs, Outputs, dense
+from tools.gauntlet.backends import Backend, NotOfferedError, chunk, sharded
 
 
 def _init() -> None:

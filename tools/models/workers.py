@@ -1,4 +1,4 @@
-"""Processes that `ringtile models` keeps: two gloo ranks, and one that trains alone.
+"""Processes that the tools keep: two gloo ranks, and one that trains alone.
 
 All are forked from one server, which has imported torch and transformers once. They run one function after another; a
 process that dies, hangs or fails is replaced together with its peers.
@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ("ringtile.cli.tiny_training", "torch.distributed")
+_PRELOAD = ("tools.models.tiny_training", "torch.distributed")
 
 
 class Workers:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringtile.cli.gauntlet.attention_cases import AttentionCase, Inputs, Outputs
-from ringtile.cli.gauntlet.backends import Backend, NotOfferedError, sharded, unchunk
+from tools.gauntlet.attention_cases import AttentionCase, Inputs, Outputs
+from tools.gauntlet.backends import Backend, NotOfferedError, sharded, unchunk
 
 
 def _attend(kind: str, case: AttentionCase, inputs: Inputs) -> Outputs:

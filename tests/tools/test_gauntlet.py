@@ -1,22 +1,26 @@
-"""`ringtile verify --backend`: the oracle, the blocks that stand in for a GPU's kernels, and the verdicts."""
+"""`python -m tools.gauntlet`: the oracle, the blocks that stand in for a GPU's kernels, and the verdicts."""
 
 import dataclasses
 import json
 import linecache
 import math
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import mutants_of_peers
 import pytest
 import torch
-from pool import run_command
-from ringtile.cli.gauntlet import attention_cases, block_on_cpu, judge, table, training_cases
-from ringtile.cli.gauntlet.attention_cases import Outputs, exact
-from ringtile.cli.gauntlet.backends import backend, backends
 from ringtile.errors import ConfigError
 from torch.nn import functional
 
+from tools.gauntlet import __main__ as table
+from tools.gauntlet import attention_cases, block_on_cpu, judge, training_cases
+from tools.gauntlet.attention_cases import Outputs, exact
+from tools.gauntlet.backends import backend, backends
+
+ROOT = pathlib.Path(__file__).parents[2]
 CASES = {case.name: case for case in attention_cases.CASES}
 
 
@@ -106,7 +110,7 @@ def test_every_case_and_backend_is_named_once() -> None:
     assert len({*trained}) == len(trained)
     for one in backends().values():
         assert {*one.documented} <= {*names, *trained}
-    with pytest.raises(ConfigError, match="--backend is nobody's; expected all, or one of ringtile"):
+    with pytest.raises(ConfigError, match="BACKEND is nobody's; expected all, or one of ringtile"):
         backend("nobody's")
 
 
@@ -136,6 +140,7 @@ def test_ringtile_is_judged(tmp_path: pathlib.Path) -> None:
     """A case of attention on 4 ranks, and one of training."""
     report = tmp_path / "report.json"
     cases = ("--case", "documents", "--case", "recurrent packed")
-    done = run_command(1, "verify", "--backend", "ringtile", *cases, "--json", str(report))
+    command = [sys.executable, "-m", "tools.gauntlet", "ringtile", *cases, "--json", str(report)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["verdict"] for row in json.loads(report.read_text())["rows"]] == ["exact", "exact"]

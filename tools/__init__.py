@@ -1,0 +1,1 @@
+"""What the project is measured, judged and drawn with; no part of the package."""

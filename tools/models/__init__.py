@@ -1,0 +1,1 @@
+"""Tiny models of every type of transformers, and how exactly they train on two ranks."""
