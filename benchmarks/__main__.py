@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from ringtile.cli import Outcome
-from ringtile.cli.output import check_output, write_output
+from ringtile.cli.output import check_output, table, write_output
 from ringtile.errors import ConfigError
 from ringtile.planner.sizes import parse_tokens
 
@@ -32,7 +30,6 @@ SUBJECTS = {
     "scan": "recurrences (gated delta rule, KDA, SSD, selective scan) and their convolution, in one process",
     "tree": "a prompt, half of the tokens, and its completions, as a tree and as rows, in one process",
 }
-WIDTH = 136  # of the tables, also where the terminal is narrower
 CHOICES: dict[str, tuple[type, str]] = {
     "case": (
         str,
@@ -102,7 +99,6 @@ def measure(args: argparse.Namespace) -> Outcome:
         args.threads or max(1, (os.cpu_count() or 1) // max(c.workload.world_size for c in comparisons))
     )
 
-    console = Console(width=max(Console().width, WIDTH))
     device = "cuda" if any(getattr(c.workload, "device", "") == "cuda" for c in comparisons) else "cpu"
     copied = copy_bytes_per_s(args.repeats, device)
     report: dict[str, Any] = {"machine": machine(device) | {"copy_bytes_per_s": copied}, "rows": []}
@@ -112,21 +108,21 @@ def measure(args: argparse.Namespace) -> Outcome:
         workload = " ".join(str(value) for value in vars(measured.workload).values())
         skipped += [f"{name}, {workload}: {reason}" for name, reason in measured.skipped.items()]
         if measured.rows:
-            print_table(console, measured)
+            print_table(measured)
     if not report["rows"]:
         reasons = "; ".join(skipped) or "no backend that was asked for has these cases"
         raise ConfigError(f"nothing was measured: {reasons}; expected a case that a --backend can compute")
     peak = statistics.median(row["flops"] / row["median_s"] / row["fraction_of_peak"] for row in report["rows"])
     report["machine"] |= {"peak_flops_per_s": peak, "skipped": skipped}
     for name, value in report["machine"].items():
-        console.print(f"{name}: {value}", soft_wrap=True, highlight=False)
+        print(f"{name}: {value}")
     if args.plot:
         write_output(
             args.plot, lambda file: plot_roofline(file, report["rows"], peak, report["machine"]["copy_bytes_per_s"])
         )
     wrong = [row for row in report["rows"] if row.get("bytes_moved") != row.get("plan_bytes")]
     for row in wrong:
-        console.print(f"{row['case']}: {row['bytes_moved']} bytes moved, expected {row['plan_bytes']} as planned")
+        print(f"{row['case']}: {row['bytes_moved']} bytes moved, expected {row['plan_bytes']} as planned")
     return Outcome(int(bool(wrong)), report)
 
 
@@ -167,7 +163,7 @@ def chosen(args: argparse.Namespace, subject: Any) -> list[Comparison]:
     return [Comparison(workload, backends, args.memory or subject.MEMORY) for workload in workloads]
 
 
-def print_table(console: Console, measured: Measured) -> None:
+def print_table(measured: Measured) -> None:
     """One workload, one line per backend. Times with their spread, the fraction of the peak, time over ours."""
     rows = measured.rows
     first = rows[0]
@@ -176,31 +172,27 @@ def print_table(console: Console, measured: Measured) -> None:
     title = f"{first['case']} {first['dtype']} {sizes}, {where}"
     if first["world_size"] > 1:
         title += f" x {first['world_size']} ranks, {first['scheme']}"
-    table = Table("backend", title=title, title_justify="left", box=None, padding=(0, 1))
-    for name in PASSES:
-        for column in (f"{name}: ms", "of peak", "/ ours"):
-            table.add_column(column, justify="right")
-    table.add_column("error", justify="right")
-    table.add_column("MiB", justify="right")
+    header = [column for name in PASSES for column in (f"{name}: ms", "of peak", "/ ours")]
+    lines = []
     for backend in dict.fromkeys(row["backend"] for row in rows):
         by_pass = {row["pass"]: row for row in rows if row["backend"] == backend}
         last = list(by_pass.values())[-1]
         error = "" if last["max_error"] is None else f"{last['max_error']:.1e}"
         memory = "" if last["peak_bytes"] is None else f"{last['peak_bytes'] / 2**20:.0f}"
         cells = [cell for name in PASSES for cell in pass_cells(by_pass.get(name))]
-        table.add_row(backend, *cells, error, memory)
-    console.print(table)
+        lines.append((backend, *cells, error, memory))
+    print(table(title, lines, ("backend", *header, "error", "MiB"), right=True).rstrip())
     for backend, reason in measured.skipped.items():
-        console.print(f" {backend}: {reason}", soft_wrap=True, highlight=False)
+        print(f" {backend}: {reason}")
     waited = max(row["waited"] for row in rows)
     if waited > MAX_WAITED:
-        console.print(f" disturbed: threads waited for a core for {waited:.0%} of a sample; close what else runs")
+        print(f" disturbed: threads waited for a core for {waited:.0%} of a sample; close what else runs")
     for row in rows:
         if "bytes_moved" in row:
             shares = (f"{name} {row[f'{name}_share']:.1%}" for name in ("compute", "wait", "overhead"))
             parts = ", ".join(shares) + "; " if "wait_share" in row else ""
-            console.print(f" {row['scheme']}: {parts}{row['bytes_moved']} bytes moved, {row['plan_bytes']} planned")
-    console.print()
+            print(f" {row['scheme']}: {parts}{row['bytes_moved']} bytes moved, {row['plan_bytes']} planned")
+    print()
 
 
 def pass_cells(row: Row | None) -> tuple[str, str, str]:

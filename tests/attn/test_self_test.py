@@ -194,7 +194,7 @@ def test_doctor_names_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         "right for float64, float32, bfloat16, float16 ("
     )
     monkeypatch.setattr(doctor, "kernels", lambda: {"error": None})
-    assert doctor.run(argparse.Namespace(bundle=None, config=None)).status == 1
+    assert doctor.run(argparse.Namespace()).status == 1
     monkeypatch.setattr(ops, "_ops", REAL)
     self_test.forget()
-    assert doctor.run(argparse.Namespace(bundle=None, config=None)).status == 0
+    assert doctor.run(argparse.Namespace()).status == 0

@@ -28,7 +28,7 @@ import parts  # noqa: E402
 import pool  # noqa: E402
 
 TREE = ROOT / "build" / "mutants"
-IMPORTED = ("accelerate", "rich.console", "rich.table", "yaml", "pydantic", *pool.TRAINERS)
+IMPORTED = ("accelerate", "yaml", "pydantic", *pool.TRAINERS)
 
 MUTANTS = [*mutants_of_kernels.MUTANTS, *mutants_of_training.MUTANTS, *mutants_of_peers.MUTANTS]
 

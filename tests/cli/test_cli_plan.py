@@ -31,7 +31,7 @@ def test_command_line_is_what_users_script_against() -> None:
         "train": {"--compare", "--plot"},
         "verify": set(),
         "init": set(),
-        "doctor": {"--bundle", "--config"},
+        "doctor": set(),
         "plan": {
             "--seq-len",
             "--world-size",

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import io
 import os
-import pathlib
 import platform
 import subprocess
 import sys
@@ -16,61 +14,29 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 import ringtile
 from ringtile.cli import Outcome, environment
-from ringtile.cli.bundle import write_bundle
-from ringtile.cli.output import check_output
-from ringtile.errors import BuildError, ConfigError
+from ringtile.cli.output import table
+from ringtile.errors import BuildError
 
 PACKAGES = ("transformers", "accelerate", "datasets", "trl", "peft", "deepspeed")
 HEAD_DIMS = (64, 128)  # of the attention kernels that are checked
-TEXT_WIDTH = 160  # characters of a line in the bundle
 WRONG = "not used"
 BACKENDS = ("gloo", "nccl", "mpi", "xccl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--bundle", metavar="FILE.zip", type=pathlib.Path, help="write an archive for a bug report")
-    parser.add_argument("--config", metavar="RUN.yaml", type=pathlib.Path, help="put this file into the bundle too")
+    """It has none."""
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Prints the report; status 1 when the compiled ops do not load, or some kernel of ringtile's is wrong."""
-    if args.config and not args.bundle:
-        raise ConfigError("--config is given without --bundle; expected the file to write: --bundle report.zip")
-    if args.bundle and args.bundle.suffix != ".zip":
-        raise ConfigError(f"--bundle is {args.bundle}; expected a file name ending in .zip")
-    if args.config and not args.config.is_file():
-        raise ConfigError(f"--config: {args.config} is no file; expected a YAML file")
-    writes = bool(args.bundle) and environment.rank() == 0
-    if writes:
-        check_output(args.bundle, "--bundle")
     report = examine()
-    print_tables(Console(), report)
-    if writes:
-        names = write_bundle(args.bundle, report, tables_text, args.config)
-        print(f"{args.bundle}: {', '.join(names)}; read it before you send it to anyone")
+    for title, rows in report.items():
+        print(table(title, [(name, as_text(value)) for name, value in rows.items()]))
     wrong = any(WRONG in result for name, result in report["self-test"].items() if "aten" not in name)
     return Outcome(int(report["kernels"]["error"] is not None or wrong), report)
-
-
-def print_tables(console: Console, report: dict[str, dict[str, Any]]) -> None:
-    """The report, a table for each of its sections."""
-    for title, rows in report.items():
-        table = Table("", "", title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
-        for name, value in rows.items():
-            table.add_row(name, as_text(value))
-        console.print(table)
-
-
-def tables_text(report: dict[str, dict[str, Any]]) -> str:
-    """The tables as they are written to a file."""
-    text = io.StringIO()
-    print_tables(Console(file=text, width=TEXT_WIDTH), report)
-    return text.getvalue()
 
 
 def as_text(value: Any) -> str:

@@ -1,14 +1,26 @@
-"""Files that the command line writes: whole or not at all, and where the user said."""
+"""What the command line prints and writes: tables; files, whole or not at all, and where the user said."""
 
 from __future__ import annotations
 
 import json
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringtile.errors import ConfigError
+
+
+def table(title: str, rows: Sequence[Sequence[str]], header: Sequence[str] = (), *, right: bool = False) -> str:
+    """The title, and the rows in columns. right: all but the first column are aligned at their right end."""
+    every = [header, *rows] if header else rows
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = zip(row, widths, strict=True)
+        return "  ".join(cell.rjust(n) if right and i else cell.ljust(n) for i, (cell, n) in enumerate(cells)).rstrip()
+
+    return "\n".join([title, *map(line, every), ""])
 
 
 def check_output(path: pathlib.Path, option: str) -> None:

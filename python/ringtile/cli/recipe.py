@@ -28,7 +28,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ringtile.cli.data import ByteEncoder, DataConfig, Encoder, PretrainedEncoder
 from ringtile.cli.environment import world_size
 from ringtile.cli.limits import check_model_config, check_training
-from ringtile.cli.redaction import without_secrets
 from ringtile.config import MAX_KEY, Config, flat, nearest_key
 from ringtile.errors import ConfigError, RingtileError, shown
 from ringtile.yaml_file import read_yaml
@@ -43,6 +42,8 @@ TRAINING_DEFAULTS = {
     "use_cpu": not torch.accelerator.is_available(),
 }
 # torch names no class for what a collective raises when a peer is gone.
+# Values of TrainingArguments' keys that are named like secrets.
+_SECRET = re.compile("(^|_)(token|api_key|password|secret)$", re.IGNORECASE)
 _OF_A_PEER = re.compile("gloo|nccl|connection|socket|peer", re.IGNORECASE)
 _FIELD = re.compile(r"Validation error for field '(\w+)'")  # how transformers' configs name the key
 
@@ -165,6 +166,15 @@ def load_training(given: Any) -> dict[str, Any]:
     fields = training_fields()
     check_keys(given, fields, "training.")
     return TRAINING_DEFAULTS | {key: convert(key, value, fields[key]) for key, value in given.items()}
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """The same with "<hub_token>" for the value of hub_token, and so on."""
+    if value is not None and _SECRET.search(key):
+        return f"<{key}>"
+    if isinstance(value, dict):
+        return {name: without_secrets(each, str(name)) for name, each in value.items()}
+    return [without_secrets(each) for each in value] if isinstance(value, list) else value
 
 
 def convert(key: str, value: Any, field_type: Any) -> Any:

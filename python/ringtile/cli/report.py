@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
-from ringtile.cli.output import write_output
+from ringtile.cli.output import table, write_output
 
 # Two runs of the same training may differ by this much. Losses and norms are float32 sums of the same terms in another
 # order: an ulp is 1.2e-7 relative, a sum is off by a few, and every step starts from weights that are off as much.
@@ -79,25 +77,21 @@ def plot_losses(path: pathlib.Path, report: dict[str, Any]) -> None:
     write_output(path, figure.savefig)
 
 
-def print_summary(console: Console, report: dict[str, Any]) -> None:
+def print_summary(report: dict[str, Any]) -> None:
     """The numbers of a run as a table, and the plan of its ring."""
-    table = Table("", "", title="ringtile train", title_justify="left", show_header=False, box=None, padding=(0, 2))
-    for name, value in summary_rows(report).items():
-        table.add_row(name, value)
-    console.print(table)
+    print(table("ringtile train", list(summary_rows(report).items())))
     if report.get("losses_single"):
-        console.print(loss_table(report))
+        print(loss_table(report))
     if report["last_plan"] is not None:
-        console.print("\nring of one layer, last batch", report["last_plan"], sep="\n", soft_wrap=True, highlight=False)
+        print("ring of one layer, last batch", report["last_plan"], sep="\n")
 
 
-def loss_table(report: dict[str, Any]) -> Table:
+def loss_table(report: dict[str, Any]) -> str:
     """Both loss curves at no more than SHOWN_STEPS of their steps, the last step included."""
-    table = Table("step", ranks_of(report), "one process", title="loss", title_justify="left", box=None, padding=(0, 2))
     curve = list(zip(report["steps"], report["losses"], report["losses_single"], strict=False))
-    for step, loss, single in curve[:: -math.ceil(len(curve) / SHOWN_STEPS)][::-1]:
-        table.add_row(str(step), f"{loss:.7f}", f"{single:.7f}")
-    return table
+    shown = curve[:: -math.ceil(len(curve) / SHOWN_STEPS)][::-1]
+    rows = [(str(step), f"{loss:.7f}", f"{single:.7f}") for step, loss, single in shown]
+    return table("loss", rows, ("step", ranks_of(report), "one process"), right=True)
 
 
 def ranks_of(report: dict[str, Any]) -> str:

@@ -15,7 +15,6 @@ import tempfile
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from ringtile.cli import Outcome, world
 from ringtile.cli.environment import local_world_size, rank, without_torchrun
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> Outcome:
             failures = compare(report, train_alone(recipe, report["data_parallel_size"]))
         if args.plot:
             plot_losses(args.plot, report)
-        print_summary(Console(), report)
+        print_summary(report)
         for failure in failures:
             print(f"ringtile: comparison failed: {failure}", file=sys.stderr)
     return Outcome(int(bool(failures)), report)

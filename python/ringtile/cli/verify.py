@@ -12,12 +12,10 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 import ringtile
 from ringtile.cli import Outcome, world
 from ringtile.cli.environment import rank
+from ringtile.cli.output import table
 from ringtile.errors import RingtileError
 
 STEPS = 5
@@ -75,7 +73,7 @@ def run(args: argparse.Namespace) -> Outcome:
         if single["data_digest"] != report["data_digest"]:
             raise RingtileError(DATA_CHANGED)
         outcome = verdict([proof._asdict() for proof in proofs], report, single)
-        print_table(Console(), outcome)
+        print_table(outcome)
     return Outcome(int(rank() == 0 and not outcome["verified"]), outcome)
 
 
@@ -133,12 +131,17 @@ def _of_first_batch(found: dict[str, float] | None) -> list[dict[str, Any]]:
     ]
 
 
-def print_table(console: Console, outcome: dict[str, Any]) -> None:
+def print_table(outcome: dict[str, Any]) -> None:
     ranks = f"{outcome['world_size']} ranks ({outcome['data_parallel_size']} data parallel)"
-    title = f"ringtile verify: {ranks} against one process, float32"
-    table = Table("", "largest relative difference", "allowed", "", title=title, title_justify="left", box=None)
-    for row in outcome["rows"]:
-        holds = row["difference"] <= row["limit"]
-        table.add_row(row["name"], f"{row['difference']:.1e}", f"{row['limit']:.1e}", "equal" if holds else "DIFFERENT")
-    console.print(table)
-    console.print("verdict: the same numbers" if outcome["verified"] else "verdict: NOT the same numbers")
+    rows = [
+        (
+            row["name"],
+            f"{row['difference']:.1e}",
+            f"{row['limit']:.1e}",
+            "equal" if row["difference"] <= row["limit"] else "DIFFERENT",
+        )
+        for row in outcome["rows"]
+    ]
+    header = ("", "largest relative difference", "allowed", "")
+    print(table(f"ringtile verify: {ranks} against one process, float32", rows, header))
+    print("verdict: the same numbers" if outcome["verified"] else "verdict: NOT the same numbers")
