@@ -28,7 +28,7 @@ from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.tiled.log_probs import tiled_log_probs
 from ringtile.torch_context_parallel.context import context_parallel
-from ringtile.torch_context_parallel.first_block import Block
+from ringtile.torch_context_parallel.first_block import FirstBlock
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group, transport_of
@@ -210,7 +210,7 @@ class _Rows(NamedTuple):
     def check(self, model: nn.Module, head: _Head, group: Group, layout: str, scheme: str) -> None:
         """RefusedError: the ranks do not compute on a cut of these rows what one process computes."""
         buffers, mask = self.padded(layout, transport_of(group).world_size)
-        block = Block(context_parallel, group, buffers, [1] * len(buffers), layout, mask, scheme)
+        block = FirstBlock(context_parallel, group, buffers, [1] * len(buffers), layout, mask, scheme)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         with torch.inference_mode(False), torch.enable_grad():
             block.check(inner, lambda: head.run(inner, buffers, 1.0, False).sum(), averages=False)

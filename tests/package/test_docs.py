@@ -353,3 +353,32 @@ def test_matrix_of_how_we_know_is_the_tests() -> None:
     )
     said = {name: tuple(values.split(", ")) for name, values in rows[2:]}
     assert said == {name: tuple(values) for name, values in CHOICES.items()}
+
+
+# ---- the glossary -------------------------------------------------------------------------------
+
+
+def classes() -> dict[str, list[str]]:
+    """The files in which each class, or another name of a type, is defined."""
+    found: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [node.name] if isinstance(node, ast.ClassDef) else []
+            if isinstance(node, ast.Assign):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            for name in names:
+                if re.fullmatch(r"[A-Z][a-z]\w*", name):
+                    found.setdefault(name, []).append(str(path.relative_to(PACKAGE)))
+    return found
+
+
+def test_a_word_of_the_glossary_names_one_class() -> None:
+    """A class that the glossary names exists, and a class that is named like a word has that meaning alone."""
+    defined = classes()
+    rows = [line.split("|")[1] for line in (ROOT / "docs/design/glossary.md").read_text().splitlines() if "|" in line]
+    for row in rows[2:]:
+        for name in re.findall(r"`([A-Z]\w*)`", row):
+            assert len(defined.get(name, [])) == 1, f"{name}: {defined.get(name)}"
+        word = re.sub(r"[`,].*", "", row).strip()
+        name = "".join(part.capitalize() for part in re.split("[ -]", word))
+        assert len(defined.get(name, [])) <= 1, f"{word}: {defined[name]}"

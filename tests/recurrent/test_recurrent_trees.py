@@ -388,12 +388,12 @@ def test_a_path_is_computed_once() -> None:
 
     def calls(tree: Tree, seq_len: int) -> list[list[tuple[int, ...]]]:
         layout = Layout.contiguous(seq_len, 1)
-        (piece,) = Documents(ShardedSequence(mask_of([tree], seq_len), layout)).pieces
-        for walk in piece.walks:
+        (stretch,) = Documents(ShardedSequence(mask_of([tree], seq_len), layout)).stretches
+        for walk in stretch.walks:
             for call in walk.calls:
                 lengths = [walk.segments[number].length for number in call.numbers]
                 assert (call.seq_idx >= 0).sum(1).tolist() == lengths or len(lengths) == 1
-        return [[call.numbers for call in of_row.calls] for of_row in piece.walks]
+        return [[call.numbers for call in of_row.calls] for of_row in stretch.walks]
 
     assert calls(Tree([-1, 0, 1, 2], [3, 3, 3, 3]), 12) == [[(0,)]]
     assert calls(Tree([-1, -1, 1, -1], [3, 3, 3, 3]), 14) == [[(0,)]]
@@ -436,7 +436,7 @@ def test_an_empty_batch_follows_a_tree(name: str) -> None:
 
 def test_states_that_nothing_goes_on_from_are_let_go() -> None:
     """Without gradients, as in generation: a leaf's at once, a fork's with its last branch."""
-    piece = Facts(mask_of([LARGE["deep"]], 1200), Layout.contiguous(1200, 1), 0).whole
+    stretch = Facts(mask_of([LARGE["deep"]], 1200), Layout.contiguous(1200, 1), 0).whole
     finals: list[weakref.ref[Tensor]] = []
     most = 0
 
@@ -447,7 +447,7 @@ def test_states_that_nothing_goes_on_from_are_let_go() -> None:
         most = max(most, sum(each() is not None for each in finals))
         return given[0], final
 
-    out, sent = recurrence.walk(piece, [torch.zeros(1, 1200, 1)], [True], None, compute)
+    out, sent = recurrence.walk(stretch, [torch.zeros(1, 1200, 1)], [True], None, compute)
     assert out.shape == (1, 1200, 1)
     assert sent is None
     assert len(finals) > 100

@@ -21,7 +21,7 @@ from pool import Pool, run_ranks
 from ringtile import InputError, IntervalMask, Layout, PeerLostError, ShardedSequence
 from ringtile.transport.groups import transport_of
 from ringtile.transport.process_group import ProcessGroupTransport
-from ringtile.transport.shared_memory import VARIABLE, Segment
+from ringtile.transport.shared_memory import VARIABLE, SharedSegment
 from test_ring_failures import USUAL
 
 LONG = 2**20  # float32: twice what a ring of chunks holds
@@ -91,36 +91,36 @@ def test_an_unknown_value_of_the_variable_is_refused() -> None:
 
 # ---- where sharing fails ------------------------------------------------------------------------
 
-_open = Segment.open
+_open = SharedSegment.open
 
 
-def no_files(segment: Segment, world_size: int) -> None:
+def no_files(segment: SharedSegment, world_size: int) -> None:
     raise OSError("Too many open files")
 
 
-def another_token(segment: Segment, world_size: int) -> None:
+def another_token(segment: SharedSegment, world_size: int) -> None:
     """Make the file another one than its owner told of."""
     _open(segment, world_size)
     assert segment.file is not None
     os.pwrite(segment.file, bytes(len(segment.token)), 0)
 
 
-def unsealed(segment: Segment, world_size: int) -> None:
+def unsealed(segment: SharedSegment, world_size: int) -> None:
     with mock.patch.object(fcntl, "fcntl"):
         _open(segment, world_size)
 
 
-def too_small(segment: Segment, world_size: int) -> None:
+def too_small(segment: SharedSegment, world_size: int) -> None:
     _open(segment, world_size - 1)
 
 
-def cannot_be_reached(segment: Segment, world_size: int) -> None:
+def cannot_be_reached(segment: SharedSegment, world_size: int) -> None:
     """Open a segment of another host."""
     _open(segment, world_size)
     segment.name += "-elsewhere"
 
 
-def stranger(segment: Segment, world_size: int) -> None:
+def stranger(segment: SharedSegment, world_size: int) -> None:
     """Somebody else connects first, and says something."""
     _open(segment, world_size)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as noise:
@@ -132,7 +132,7 @@ def with_fault(odd: int) -> list[frozenset[int]]:
     """Return by fault of one rank who shares memory with this one; the group works in any case."""
     sharing = []
     for fault in (no_files, another_token, unsealed, too_small, cannot_be_reached, stranger):
-        with mock.patch.object(Segment, "open", fault) if dist.get_rank() == odd else contextlib.nullcontext():
+        with mock.patch.object(SharedSegment, "open", fault) if dist.get_rank() == odd else contextlib.nullcontext():
             group, peers = opened()
         assert numbers_of(group)[1].sum() > 0
         sharing.append(peers)

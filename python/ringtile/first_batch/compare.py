@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ringtile.first_batch.run import TIMES, Run
-from ringtile.first_batch.trace import Call, Event
+from ringtile.first_batch.run import TIMES, LossRun
+from ringtile.first_batch.trace import Event, ModelCall
 
 _UNITS_OF_LOSS = 8  # roundings of a loss: its sum over tokens, its mean over ranks
 
@@ -31,9 +31,9 @@ class Comparison:
 
 
 def compare(
-    whole: Run,
-    rounded: Run,
-    sharded: Run,
+    whole: LossRun,
+    rounded: LossRun,
+    sharded: LossRun,
     *,
     loss: Tensor | None,
     gradient_scale: float,
@@ -79,7 +79,7 @@ def compare(
 
 
 def _compare_loss(
-    found: Comparison, whole: Run, rounded: Run, loss: Tensor | None, noise: float, times: float, named: str
+    found: Comparison, whole: LossRun, rounded: LossRun, loss: Tensor | None, noise: float, times: float, named: str
 ) -> None:
     if whole.loss is None or rounded.loss is None or loss is None:
         return
@@ -98,7 +98,7 @@ def _compare_loss(
 class _Measure:
     """Norms over the tokens of a call that are no padding."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ModelCall) -> None:
         self._call = call
 
     def compared(

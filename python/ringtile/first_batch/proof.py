@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringtile.errors import RefusedError
 from ringtile.first_batch.compare import Comparison, compare
-from ringtile.first_batch.run import TIMES, Run
+from ringtile.first_batch.run import TIMES, LossRun
 from ringtile.sequence.layout import Layout
 from ringtile.transport.groups import Group, transport_of
 
@@ -24,7 +24,7 @@ _STEEP_UNITS, _STEEP = 4096.0, 0.25
 
 
 def prove(
-    run: Callable[..., Run],
+    run: Callable[..., LossRun],
     group: Group | None,
     *,
     averages: bool,
@@ -78,7 +78,9 @@ def prove(
     return found
 
 
-def _check_repeats(whole: Run, rounded: Run, again: Run, found: Comparison, group: Group | None, scale: float) -> None:
+def _check_repeats(
+    whole: LossRun, rounded: LossRun, again: LossRun, found: Comparison, group: Group | None, scale: float
+) -> None:
     """Raises RefusedError if one process computes something else in a second run."""
     repeated = compare(whole, rounded, again, loss=again.loss, gradient_scale=1.0, scale=scale, times=1 / TIMES)
     if repeated.difference:

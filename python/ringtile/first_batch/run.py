@@ -24,7 +24,7 @@ def is_recording() -> bool:
     return _running > 0
 
 
-class Run(NamedTuple):
+class LossRun(NamedTuple):
     """One computation of a loss: its value, and what the modules gave and got."""
 
     loss: Tensor | None  # float64 ()
@@ -37,10 +37,10 @@ def record(
     paths: Mapping[nn.Module, str],
     within: Callable[[Trace], contextlib.AbstractContextManager[Any]],
     *,
-    like: Run | None = None,
+    like: LossRun | None = None,
     rounding: bool = False,
     scale: float = 1.0,
-) -> Run:
+) -> LossRun:
     """Computes a loss and, if it has a graph, the gradients that reach the modules; no parameter gets a gradient.
 
     within: the context of the run, which tells the trace what tokens enter the model. like: a run whose choices of
@@ -55,8 +55,8 @@ def record(
             torch.autograd.grad(loss * scale, trace.sources, torch.ones_like(loss), allow_unused=True)
     trace.sources.clear()
     if loss is None:
-        return Run(None, trace, 0.0)
-    return Run(loss.detach().double(), trace, torch.finfo(loss.dtype).eps)
+        return LossRun(None, trace, 0.0)
+    return LossRun(loss.detach().double(), trace, torch.finfo(loss.dtype).eps)
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ class Event(NamedTuple):
 
 
 @dataclass(eq=False)
-class Call:
+class ModelCall:
     """One call of a model: the tokens inside it."""
 
     shape: tuple[int, int]  # (B, N)
@@ -105,7 +105,7 @@ class Trace:
     def __init__(
         self, paths: Mapping[nn.Module, str], *, rounding: bool = False, choices: Choices | None = None
     ) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[ModelCall] = []
         self.sources: list[Tensor] = []  # the first tensors of the graph, to which gradients lead
         self.choices = choices or Choices()
         self._paths, self._rounding = paths, rounding
@@ -116,7 +116,7 @@ class Trace:
         self._generator: dict[torch.device, torch.Generator] = {}
         self._waits = False  # for the next call
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: ModelCall) -> None:
         """What enters the model from here on are the tokens of this call."""
         self._waits = False
         self.calls.append(call)
@@ -205,7 +205,7 @@ class Trace:
             x.register_hook(hook)  # type: ignore[no-untyped-call]
         return None if x is output or found is not output else x
 
-    def _on_gradient(self, call: Call, event: Event, disturbs: bool, gradient: Tensor) -> Tensor | None:
+    def _on_gradient(self, call: ModelCall, event: Event, disturbs: bool, gradient: Tensor) -> Tensor | None:
         disturbed = self._disturbed(gradient) if disturbs else gradient
         tokens = _as_tokens(disturbed, call.shape)
         if tokens is not None and disturbed.numel() == tokens.numel():  # else it is a sum over rows
@@ -259,10 +259,10 @@ class Choices(TorchFunctionMode):
         self.made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # scores and indices, both (B N, ...)
         self.noise: dict[tuple[Any, ...], float] = {}
         self._follows, self._rounding, self._times = follows, rounding, times
-        self._call: Call | None = None
+        self._call: ModelCall | None = None
         self._numbers: Counter[Any] = Counter()
 
-    def begin(self, call: Call, index: int) -> None:
+    def begin(self, call: ModelCall, index: int) -> None:
         self._call, self._index = call, index
         self._numbers.clear()
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringtile.errors import RefusedError, RingtileError
 from ringtile.first_batch.compare import Comparison
 from ringtile.first_batch.proof import prove
-from ringtile.first_batch.run import Run, record
+from ringtile.first_batch.run import LossRun, record
 from ringtile.first_batch.trace import Trace
 from ringtile.first_batch.unchanged import Unchanged, without_checkpoints
 from ringtile.hf.cut import cut_batch
@@ -137,11 +137,11 @@ class FirstBatch:
             unchanged.restore()
             strategy.dropout.drawn = drawn
 
-        def run(whole: bool, **options: Any) -> Run:
+        def run(whole: bool, **options: Any) -> LossRun:
             nonlocal is_first
             restore()
             failure, place = None, ""
-            found: Run | None = None
+            found: LossRun | None = None
 
             @contextlib.contextmanager
             def within(trace: Trace) -> Iterator[None]:

@@ -12,12 +12,12 @@ from transformers import TrainerCallback, TrainingArguments
 from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf.batch import CHECKPOINTING
 from ringtile.hf.patches import Patches
-from ringtile.tiled.offload import ActivationOffload, CudaTransfer, Transfer
+from ringtile.tiled.offload import ActivationOffload, CudaTransfer, HostCopies
 
 logger = logging.getLogger(__name__)
 
 
-def offload_activations(model: nn.Module, transfer: Transfer | None = None) -> Patches:
+def offload_activations(model: nn.Module, transfer: HostCopies | None = None) -> Patches:
     """Moves the hidden state (B, N, E) that each checkpointed layer saves to pinned host memory; results do not change.
 
     Call it after turning it on: transformers' `activation_checkpointing_enable` (`gradient_...` up to 5.22),
@@ -31,7 +31,7 @@ def offload_activations(model: nn.Module, transfer: Transfer | None = None) -> P
     return patches
 
 
-def _install(model: nn.Module, transfer: Transfer, patches: Patches) -> None:
+def _install(model: nn.Module, transfer: HostCopies, patches: Patches) -> None:
     offload = ActivationOffload(transfer)
     wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     layers: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
@@ -59,7 +59,7 @@ def check_offload(args: TrainingArguments) -> None:
 class OffloadActivations(TrainerCallback):
     """Turns offload on while a Trainer trains: before that, layers may lack their checkpoints or their engine."""
 
-    def __init__(self, transfer: Transfer | None = None) -> None:
+    def __init__(self, transfer: HostCopies | None = None) -> None:
         self.transfer = transfer
         self.patches = Patches()  # holds entries while training
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ringtile.config import Config
 from ringtile.errors import MaskNotExpressibleError, RefusedError
-from ringtile.first_batch.trace import Call, Trace
+from ringtile.first_batch.trace import ModelCall, Trace
 from ringtile.hf import adapters, attention, checks, data, model, recurrent, towers
 from ringtile.hf.attention import attends_whole
 from ringtile.hf.balancing_loss import install_balancing_loss
@@ -75,7 +75,7 @@ class Strategy(abc.ABC):
         self.proof: FirstBatch | None = None
         self.trace: Trace | None = None  # of the first batch, while it is proved
         self.calls: tuple[int, int] | None = None  # of ringtile's attention and recurrences, when it was proved
-        self.call_at_seam: Call | None = None  # of the first batch, before the language model
+        self.call_at_seam: ModelCall | None = None  # of the first batch, before the language model
         self.proves_whole = False  # by one of the runs in which nothing is sharded
 
     @abc.abstractmethod
@@ -204,7 +204,7 @@ class Strategy(abc.ABC):
         assert batch.token_weights is not None
         shape = (batch.token_weights.size(0), batch.sequence.local_len)
         places = None if batch.rows is None else batch.rows.places
-        self._begin_call(Call(shape, batch.sequence, batch.seq_len, _tokens(inputs), places), at_seam=batch.waits)
+        self._begin_call(ModelCall(shape, batch.sequence, batch.seq_len, _tokens(inputs), places), at_seam=batch.waits)
         return local, batch
 
     def _reading(self) -> Reading:
@@ -242,7 +242,7 @@ class Strategy(abc.ABC):
         finally:
             self.trace, self.proves_whole = None, False
 
-    def _begin_call(self, call: Call, at_seam: bool) -> None:
+    def _begin_call(self, call: ModelCall, at_seam: bool) -> None:
         """Tells the trace, if there is one, which tokens enter the model now, or at the seam, its language model."""
         self.call_at_seam = call if at_seam else None
         if self.trace is not None and at_seam:
@@ -280,7 +280,7 @@ class Strategy(abc.ABC):
         """The batch as one process has it."""
         main = main_input((), dict(inputs))
         assert main is not None
-        call = Call((main.size(0), main.size(1)), None, main.size(1), _tokens(inputs))
+        call = ModelCall((main.size(0), main.size(1)), None, main.size(1), _tokens(inputs))
         self._begin_call(call, at_seam=any(inputs.get(name) is not None for name in self.of_model))
         return self.packing.kept_apart({**inputs, "use_cache": False})
 

@@ -28,7 +28,7 @@ _BRANCHES, _TOKENS = 32, 4096  # that one call computes, at most: it copies the 
 
 
 class StatePass(NamedTuple):
-    """A cut between neighboring pieces that some path crosses: source holds the token before it, target the next.
+    """A cut between neighboring stretches that some path crosses: source holds the token before it, target the next.
 
     A message where the two are different ranks: of the states that tokens after the cut go on from in the forward, of
     their gradients, the other way, in the backward.
@@ -41,14 +41,14 @@ class StatePass(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Neighbouring tokens of a piece that one call computes: documents, the first of which may go on from a state."""
+    """Neighbouring tokens of a stretch that one call computes: documents, the first of which may go on from a state."""
 
     length: int
     seq_idx: Tensor  # int32 CPU (Bm or 1, length): as kernels.py takes it
     state: int | None  # the number of the state that it begins with; None: 0
 
 
-class Call(NamedTuple):
+class KernelCall(NamedTuple):
     """Segments that one call computes: one, or several as rows of a batch, which begin with the same state."""
 
     numbers: tuple[int, ...]  # of the segments; of several, nothing goes on from the final states
@@ -58,21 +58,21 @@ class Call(NamedTuple):
 class Walk(NamedTuple):
     """The segments of one row, or of all rows, in the order of the sequence, and the calls that compute them.
 
-    The states that come into the piece are numbered from 0 on, and after those the final states of the segments.
+    The states that come into the stretch are numbered from 0 on, and after those the final states of the segments.
     """
 
     segments: tuple[Segment, ...]
-    passed_on: tuple[int, ...]  # the numbers of the states that go out of the piece
-    calls: tuple[Call, ...]
+    passed_on: tuple[int, ...]  # the numbers of the states that go out of the stretch
+    calls: tuple[KernelCall, ...]
 
 
-class Piece(NamedTuple):
+class Stretch(NamedTuple):
     """Local tokens that are neighbours in the sequence too."""
 
     begin: int
     length: int
-    source: int | None  # the rank that passes its states to this piece; None: no path reaches into it
-    target: int | None  # the rank that states go to from this piece
+    source: int | None  # the rank that passes its states to this stretch; None: no path reaches into it
+    target: int | None  # the rank that states go to from this stretch
     num_received: int
     num_sent: int
     walks: tuple[Walk, ...]  # one for all rows, as in documents, or one for each
@@ -83,7 +83,7 @@ class Piece(NamedTuple):
 
     @property
     def only(self) -> Segment | None:
-        """The segment that is the whole piece, if there is one, and its state alone goes out: as in documents."""
+        """The segment that is the whole stretch, if there is one, and its state alone goes out: as in documents."""
         (segments, passed_on, _), *others = self.walks
         alone = not others and len(segments) == 1 and passed_on in ((), (self.num_received,))
         return segments[0] if alone else None
@@ -103,32 +103,33 @@ class Facts:
         return Forest.of(self.mask)
 
     @functools.cached_property
-    def pieces(self) -> tuple[Piece, ...]:
+    def stretches(self) -> tuple[Stretch, ...]:
         """In the order of the sequence. RefusedError: a state cannot follow this layout."""
         cuts = {cut.position: cut for cut in self._passes}
-        pieces = []
-        for rank, begin, local_begin, length in pieces_of(self.layout):
+        stretches = []
+        for rank, begin, local_begin, length in stretches_of(self.layout):
             if rank == self.rank:
                 before, after = cuts.get(begin), cuts.get(begin + length)
-                piece = Piece(local_begin, length, before and before.source, after and after.target, 0, 0, ())
-                pieces.append(self.forest.fill(piece, begin))
-        return tuple(pieces)
+                stretch = Stretch(local_begin, length, before and before.source, after and after.target, 0, 0, ())
+                stretches.append(self.forest.fill(stretch, begin))
+        return tuple(stretches)
 
     @functools.cached_property
-    def whole(self) -> Piece:
-        """The sequence as one piece."""
-        return self.forest.fill(Piece(0, self.layout.seq_len, None, None, 0, 0, ()), 0)
+    def whole(self) -> Stretch:
+        """The sequence as one stretch."""
+        return self.forest.fill(Stretch(0, self.layout.seq_len, None, None, 0, 0, ()), 0)
 
     def windows(self, before: int) -> tuple[Tensor, ...]:
-        """Return, of each piece, where the last `before` inputs of each path that goes out of it are: int64 CPU (Bm,
+        """Return, of each stretch, where the last `before` inputs of each path that goes out of it are: int64 CPU (Bm,
         num_sent, before).
 
-        0: nowhere, a 0; then the rows of the windows that came in, one after another; then the tokens of the piece.
+        0: nowhere, a 0; then the rows of the windows that came in, one after another; then the tokens of the stretch.
         """
         if before not in self._windows:
-            places = [begin for rank, begin, _, _ in pieces_of(self.layout) if rank == self.rank]
+            places = [begin for rank, begin, _, _ in stretches_of(self.layout) if rank == self.rank]
             self._windows[before] = tuple(
-                self.forest.windows(begin, piece, before) for begin, piece in zip(places, self.pieces, strict=True)
+                self.forest.windows(begin, stretch, before)
+                for begin, stretch in zip(places, self.stretches, strict=True)
             )
         return self._windows[before]
 
@@ -155,8 +156,8 @@ class Documents(NamedTuple):
         return found
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
-        return self.facts.pieces
+    def stretches(self) -> tuple[Stretch, ...]:
+        return self.facts.stretches
 
 
 _facts: weakref.WeakKeyDictionary[ShardedSequence, Facts] = weakref.WeakKeyDictionary()
@@ -164,7 +165,7 @@ _facts: weakref.WeakKeyDictionary[ShardedSequence, Facts] = weakref.WeakKeyDicti
 
 def state_passes(forest: Forest, layout: Layout) -> tuple[StatePass, ...]:
     """Return every cut that a state crosses, in the order of the sequence. Raises RefusedError."""
-    cuts = itertools.pairwise(pieces_of(layout))
+    cuts = itertools.pairwise(stretches_of(layout))
     passes = (StatePass(begin, before[0], rank, forest.num_open(begin)) for before, (rank, begin, _, _) in cuts)
     return tuple(each for each in passes if each.num_states)
 
@@ -178,9 +179,9 @@ def message_bytes(forest: Forest, layout: Layout, state_bytes: int) -> dict[tupl
     return sent
 
 
-def pieces_of(layout: Layout) -> list[tuple[int, int, int, int]]:
+def stretches_of(layout: Layout) -> list[tuple[int, int, int, int]]:
     """Return (rank, global_begin, local_begin, length) of all ranks, in the order of the sequence; merge neighbours."""
-    pieces: list[tuple[int, int, int, int]] = []
+    stretches: list[tuple[int, int, int, int]] = []
     for rank, begin, stride, local_begin, length in sorted(layout.tensor.tolist(), key=lambda run: run[1]):
         if stride != 1 and length > 1:
             raise RefusedError(
@@ -188,12 +189,12 @@ def pieces_of(layout: Layout) -> list[tuple[int, int, int, int]]:
                 "neighboring tokens (the contiguous, zigzag, per_document or balanced layout), or the scheme heads, "
                 "which a convolution does not have"
             )
-        if pieces and pieces[-1][0] == rank and pieces[-1][2] + pieces[-1][3] == local_begin:
-            _, first, local_first, so_far = pieces.pop()
-            pieces.append((rank, first, local_first, so_far + length))
+        if stretches and stretches[-1][0] == rank and stretches[-1][2] + stretches[-1][3] == local_begin:
+            _, first, local_first, so_far = stretches.pop()
+            stretches.append((rank, first, local_first, so_far + length))
         else:
-            pieces.append((rank, begin, local_begin, length))
-    return pieces
+            stretches.append((rank, begin, local_begin, length))
+    return stretches
 
 
 class Forest:
@@ -232,9 +233,9 @@ class Forest:
     def num_open(self, position: int) -> int:
         return max(map(len, self.open_at(position)))
 
-    def fill(self, piece: Piece, begin: int) -> Piece:
-        """Return a piece that begins there in the sequence with its walks."""
-        end, parents = begin + piece.length, self.parents[:, begin : begin + piece.length]
+    def fill(self, stretch: Stretch, begin: int) -> Stretch:
+        """Return a stretch that begins there in the sequence with its walks."""
+        end, parents = begin + stretch.length, self.parents[:, begin : begin + stretch.length]
         received, sent = self.open_at(begin), self.open_at(end)
         num_received, num_sent = (max(map(len, of_rows)) for of_rows in (received, sent))
         starts = parents == _FIRST
@@ -254,20 +255,20 @@ class Forest:
             walks.append(Walk(tuple(segments), passed_on, _calls(segments, num_received, passed_on)))
         if all(len(walk.segments) == 1 and walk.passed_on in ((), (num_received,)) for walk in walks):
             seq_idx = torch.cat([walk.segments[0].seq_idx for walk in walks])
-            every = Segment(piece.length, seq_idx, 0 if num_received else None)
+            every = Segment(stretch.length, seq_idx, 0 if num_received else None)
             passed_on = (num_received,) if num_sent else ()
             walks = [Walk((every,), passed_on, _calls([every], num_received, passed_on))]
-        return piece._replace(num_received=num_received, num_sent=num_sent, walks=tuple(walks))
+        return stretch._replace(num_received=num_received, num_sent=num_sent, walks=tuple(walks))
 
-    def windows(self, begin: int, piece: Piece, before: int) -> Tensor:
-        """See `Facts.windows`; of a piece that begins there in the sequence."""
-        received, sent = self.open_at(begin), self.open_at(begin + piece.length)
-        windows = torch.zeros(self.parents.size(0), piece.num_sent, before, dtype=torch.int64, device="cpu")
+    def windows(self, begin: int, stretch: Stretch, before: int) -> Tensor:
+        """See `Facts.windows`; of a stretch that begins there in the sequence."""
+        received, sent = self.open_at(begin), self.open_at(begin + stretch.length)
+        windows = torch.zeros(self.parents.size(0), stretch.num_sent, before, dtype=torch.int64, device="cpu")
         for row, of_row in enumerate(sent):
             for i, token in enumerate(of_row):
                 places: list[int] = []  # from the last input on
                 while token >= begin and len(places) < before:
-                    places.append(1 + piece.num_received * before + token - begin)
+                    places.append(1 + stretch.num_received * before + token - begin)
                     token = int(self.parents[row, token])
                 if 0 <= token < begin:
                     last = 1 + (received[row].index(token) + 1) * before
@@ -276,7 +277,7 @@ class Forest:
         return windows
 
 
-def _calls(segments: list[Segment], num_received: int, passed_on: tuple[int, ...]) -> tuple[Call, ...]:
+def _calls(segments: list[Segment], num_received: int, passed_on: tuple[int, ...]) -> tuple[KernelCall, ...]:
     """Return the calls that compute segments: leaves of one fork together, where the first of them is."""
     used = {*passed_on, *(segment.state for segment in segments)}
     leaves: dict[int, list[int]] = {}  # by state
@@ -296,7 +297,7 @@ def _calls(segments: list[Segment], num_received: int, passed_on: tuple[int, ...
             else:
                 call = [i]
                 calls.append(call)
-    return tuple(Call(tuple(call), _seq_idx([segments[i] for i in call])) for call in sorted(calls, key=min))
+    return tuple(KernelCall(tuple(call), _seq_idx([segments[i] for i in call])) for call in sorted(calls, key=min))
 
 
 def _seq_idx(segments: list[Segment]) -> Tensor:

@@ -21,7 +21,7 @@ from torch.overrides import handle_torch_function
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
 from ringtile.recurrent.choose import function_for
-from ringtile.recurrent.documents import Documents, Piece
+from ringtile.recurrent.documents import Documents, Stretch
 from ringtile.recurrent.recurrence import Operand, Recurrence, walk
 from ringtile.recurrent.schemes import decide, run
 from ringtile.recurrent.shares import groups_of_channels
@@ -94,23 +94,23 @@ def causal_conv1d(
             raise InputError(f"weight is {tuple(weight.shape)}; expected a width of 2..{ops.MAX_CONV_WIDTH}")
         if activation not in ("", "silu"):
             raise InputError(f"activation is {shown(activation)}; expected '' or 'silu'")
-        pieces, function = documents.pieces, function_for(op, x, sizes["W"])
+        stretches, function = documents.stretches, function_for(op, x, sizes["W"])
 
-    def of_piece(piece: Piece, x: Tensor, halo: Tensor | None) -> Tensor:
+    def of_stretch(stretch: Stretch, x: Tensor, halo: Tensor | None) -> Tensor:
         given = [x, weight] if bias is None else [x, weight, bias]
-        return walk(piece, given, [True, False, False][: len(given)], halo, compute)[0]
+        return walk(stretch, given, [True, False, False][: len(given)], halo, compute)[0]
 
     def compute(given: list[Tensor], seq_idx: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         x, weight, *biases = given
         bias = biases[0] if biases else None
         return function(x, weight, bias, seq_idx=seq_idx, initial_state=state, activation=activation)
 
-    if documents.sequence.world_size == 1 and len(pieces) == 1:
-        return of_piece(pieces[0], x, None)
-    x, halo_of_piece = Halos(op, documents, _terms(x, documents, sizes), sizes["W"] - 1).of(x)
+    if documents.sequence.world_size == 1 and len(stretches) == 1:
+        return of_stretch(stretches[0], x, None)
+    x, halo_of_stretch = Halos(op, documents, _terms(x, documents, sizes), sizes["W"] - 1).of(x)
     outs = {
-        piece.begin: of_piece(piece, x[:, piece.tokens], halo)
-        for piece, halo in zip(pieces, halo_of_piece, strict=True)
+        stretch.begin: of_stretch(stretch, x[:, stretch.tokens], halo)
+        for stretch, halo in zip(stretches, halo_of_stretch, strict=True)
     }
     return torch.cat([outs[begin] for begin in sorted(outs)], dim=1)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringtile import derivatives, ops
 from ringtile.recurrent.recurrence import EVERY_TOKEN, Operand, Recurrence, agreed
-from ringtile.recurrent.shares import Share, shares
+from ringtile.recurrent.shares import HeadRange, shares
 from ringtile.sequence.heads import HeadGroup, join
 from ringtile.transport.agreement import HeaderValue
 
@@ -126,5 +126,5 @@ class _Exchange:
         return [total.to(x.dtype) for total, x in zip(result, tensors, strict=True)]
 
     @property
-    def _own(self) -> Share:
+    def _own(self) -> HeadRange:
         return self._shares[self._sequence.rank]

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringtile import ops
-from ringtile.recurrent.documents import Documents, Piece
-from ringtile.recurrent.shares import Share
+from ringtile.recurrent.documents import Documents, Stretch
+from ringtile.recurrent.shares import HeadRange
 from ringtile.transport.agreement import HeaderValue
 
 EVERY_TOKEN = slice(None)
@@ -27,7 +27,7 @@ class Operand:
     tokens: bool
     heads: int | None
 
-    def of(self, x: Tensor, tokens: slice, share: Share) -> Tensor:
+    def of(self, x: Tensor, tokens: slice, share: HeadRange) -> Tensor:
         """Return the view of x, a tensor shaped like this one, for some tokens and for a share of the heads."""
         if self.tokens:
             x = x[:, tokens]
@@ -52,7 +52,7 @@ class Recurrence:
     state_shape: tuple[int, ...]  # (B, heads, ...)
     num_head_groups: int
 
-    def states_of(self, share: Share, count: int) -> tuple[int, ...]:
+    def states_of(self, share: HeadRange, count: int) -> tuple[int, ...]:
         """Return the shape of so many states."""
         begin, end, num_head_groups = share
         batch, num_heads, *rest = self.state_shape
@@ -62,9 +62,9 @@ class Recurrence:
     def tensors(self) -> list[Tensor]:
         return [operand.tensor for operand in self.operands]
 
-    def compute(self, given: list[Tensor], piece: Piece, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return out and the states that go out, for tensors of the operands of a piece, of any heads."""
-        return walk(piece, given, [operand.tokens for operand in self.operands], states, self._compute)
+    def compute(self, given: list[Tensor], stretch: Stretch, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return out and the states that go out, for tensors of the operands of a stretch, of any heads."""
+        return walk(stretch, given, [operand.tokens for operand in self.operands], states, self._compute)
 
     def _compute(self, given: list[Tensor], seq_idx: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         named = {operand.name: x for operand, x in zip(self.operands, given, strict=True)}
@@ -74,7 +74,7 @@ class Recurrence:
         self,
         given: list[Tensor],
         needed: tuple[bool, ...],
-        piece: Piece,
+        stretch: Stretch,
         states: Tensor | None,
         dout: Tensor,
         dsent: Tensor | None,
@@ -83,7 +83,7 @@ class Recurrence:
         with torch.enable_grad():
             given = [x.detach().requires_grad_(need) for x, need in zip(given, needed, strict=True)]
             states = states if states is None else states.detach().requires_grad_()
-            out, sent = self.compute(given, piece, states)
+            out, sent = self.compute(given, stretch, states)
         # Padding has no graph.
         known = [(x, dx) for x, dx in ((out, dout), (sent, dsent)) if x is not None and dx is not None]
         known = [(x, dx) for x, dx in known if x.requires_grad]
@@ -99,21 +99,21 @@ class Recurrence:
 
 
 def walk(
-    piece: Piece,
+    stretch: Stretch,
     tensors: list[Tensor],
     has_tokens: list[bool],
     states: Tensor | None,
     compute: Callable[[list[Tensor], Tensor, Tensor | None], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor | None]:
-    """Join compute(tensors of a segment, seq_idx, state) -> (out, final state) over the segments of a piece.
+    """Join compute(tensors of a segment, seq_idx, state) -> (out, final state) over the segments of a stretch.
 
-    tensors: of the piece's tokens (B, N, ...), or without tokens. states (B, num_received, ...): those that came in.
+    tensors: of the stretch's tokens (B, N, ...), or without tokens. states (B, num_received, ...): those that came in.
     Returns out (B, N, ...), and the states that go out (B, num_sent, ...), if any do.
     """
-    if (segment := piece.only) is not None:
+    if (segment := stretch.only) is not None:
         out, final = compute(tensors, segment.seq_idx, None if states is None else states[:, 0])
-        return out, final[:, None] if piece.num_sent else None
-    outs, sent, walks = [], [], piece.walks
+        return out, final[:, None] if stretch.num_sent else None
+    outs, sent, walks = [], [], stretch.walks
     # The gradient of a parameter is a sum over the segments.
     given = [
         (x if tokens else x.to(ops.state_dtype(x.dtype)), tokens) for x, tokens in zip(tensors, has_tokens, strict=True)
@@ -139,7 +139,7 @@ def walk(
             if len(call.numbers) == 1:
                 (number,) = call.numbers
                 parts[number], final = compute([x[number] for x in of_operands], call.seq_idx, state)
-                numbered[piece.num_received + number] = final
+                numbered[stretch.num_received + number] = final
             else:
                 of_call = [
                     _rows_of([x[number] for number in call.numbers], call.seq_idx.size(1)) if tokens else x[0]
@@ -155,9 +155,9 @@ def walk(
                     parts[number] = part[:, : lengths[number]]
             numbered = {number: x for number, x in numbered.items() if last_use.get(number, -1) > i}
         outs.append(parts[0] if len(parts) == 1 else torch.cat([parts[i] for i in range(len(segments))], dim=1))
-        if piece.num_sent:
+        if stretch.num_sent:
             of_paths = [numbered[number] for number in passed_on]
-            of_paths += (piece.num_sent - len(of_paths)) * [torch.zeros_like(final)]  # other rows have more
+            of_paths += (stretch.num_sent - len(of_paths)) * [torch.zeros_like(final)]  # other rows have more
             sent.append(torch.stack(of_paths, dim=1))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     if not sent:

@@ -27,14 +27,14 @@ def decide(recurrence: Recurrence, scheme: str | None) -> str:
     if scheme == "heads":
         check_heads(num_groups, sequence.world_size)
     else:
-        _ = recurrence.documents.pieces  # refused here, where the other ranks are told
+        _ = recurrence.documents.stretches  # refused here, where the other ranks are told
     return scheme
 
 
 def _of_auto(recurrence: Recurrence) -> str:
     """Return states, whose bytes do not grow with the sequence; heads where no state can follow the layout."""
     try:
-        _ = recurrence.documents.pieces
+        _ = recurrence.documents.stretches
     except RefusedError:
         return "heads"
     return "states"
@@ -43,6 +43,6 @@ def _of_auto(recurrence: Recurrence) -> str:
 def run(recurrence: Recurrence, scheme: str) -> Tensor:
     """Return out (B, N, ...) of the local tokens; a collective, differentiable. scheme: as `decide` found."""
     documents = recurrence.documents
-    if documents.sequence.world_size == 1 and scheme == "states" and len(documents.pieces) == 1:
-        return recurrence.compute(recurrence.tensors, documents.pieces[0], None)[0]
+    if documents.sequence.world_size == 1 and scheme == "states" and len(documents.stretches) == 1:
+        return recurrence.compute(recurrence.tensors, documents.stretches[0], None)[0]
     return heads.run(recurrence) if scheme == "heads" else state_passing.run(recurrence)

@@ -17,7 +17,7 @@ from ringtile.errors import RefusedError
 SCHEMES = ("states", "heads")
 _SHARES_PER_RANK = 2  # of the heads, in states: two keep W ranks at work for two thirds of the time or more
 
-Share = tuple[int, int, int]  # (begin, end, num_head_groups): the head groups begin .. end of as many
+HeadRange = tuple[int, int, int]  # (begin, end, num_head_groups): the head groups begin .. end of as many
 
 
 def groups_of_channels(num_channels: int) -> int:
@@ -25,13 +25,13 @@ def groups_of_channels(num_channels: int) -> int:
     return num_channels if num_channels % ops.SELECTIVE_CHANNELS else num_channels // ops.SELECTIVE_CHANNELS
 
 
-def shares(num_head_groups: int, num_shares: int) -> list[Share]:
+def shares(num_head_groups: int, num_shares: int) -> list[HeadRange]:
     """Return shares of the head groups whose sizes differ by at most one."""
     bounds = [share * num_head_groups // num_shares for share in range(num_shares + 1)]
     return [(begin, end, num_head_groups) for begin, end in itertools.pairwise(bounds)]
 
 
-def shares_in_time(num_head_groups: int, world_size: int) -> list[Share]:
+def shares_in_time(num_head_groups: int, world_size: int) -> list[HeadRange]:
     """Return the shares of the heads that a rank computes one after another in the scheme states."""
     return shares(num_head_groups, min(num_head_groups, _SHARES_PER_RANK * world_size) if world_size > 1 else 1)
 

@@ -1,11 +1,11 @@
-"""The *states* scheme: each rank passes states to the ranks that hold the next pieces of a sharded sequence.
+"""The *states* scheme: each rank passes states to the ranks that hold the next stretches of a sharded sequence.
 
-Where paths fork, all the states that later tokens go on from are passed, and on by pieces that do not need them.
+Where paths fork, all the states that later tokens go on from are passed, and on by stretches that do not need them.
 
-All ranks go through their pieces in the order of the sequence, and through shares of a piece's heads in order. So a
-piece waits only for what comes before it in the sequence, and no two ranks wait for each other. A state is passed on as
-soon as its share of the heads is done: with P shares, each of W ranks works in P of P + W - 1 steps. The backward goes
-through the same steps the other way.
+All ranks go through their stretches in the order of the sequence, and through shares of a stretch's heads in order. So
+a stretch waits only for what comes before it in the sequence, and no two ranks wait for each other. A state is passed
+on as soon as its share of the heads is done: with P shares, each of W ranks works in P of P + W - 1 steps. The backward
+goes through the same steps the other way.
 
 Shape letters: B batch, N local tokens, C channels, W width of a convolution.
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ringtile import derivatives, ops
-from ringtile.recurrent.documents import Documents, Piece
+from ringtile.recurrent.documents import Documents, Stretch
 from ringtile.recurrent.recurrence import Recurrence, agreed
 from ringtile.recurrent.shares import shares_in_time
 from ringtile.sequence.device_mask import to_device
@@ -65,28 +65,28 @@ class _Run(torch.autograd.Function):
         return None, *gradients
 
 
-_States = dict[tuple[int, int], Tensor]  # by piece and share
+_States = dict[tuple[int, int], Tensor]  # by stretch and share
 
 
 def _forward(recurrence: Recurrence, tensors: tuple[Tensor, ...]) -> tuple[Tensor, _States]:
-    """Return out, and the states that were passed to pieces of this rank."""
+    """Return out, and the states that were passed to stretches of this rank."""
     documents, operands = recurrence.documents, recurrence.operands
     shares = shares_in_time(recurrence.num_head_groups, documents.sequence.world_size)
     out = recurrence.out.tensor.new_empty(recurrence.out.tensor.shape)
     states: _States = {}
     with _call(recurrence, "forward", out) as messages:
-        for i, piece in enumerate(documents.pieces):
+        for i, stretch in enumerate(documents.stretches):
             for j, share in enumerate(shares):
-                if piece.source is not None:
+                if stretch.source is not None:
                     like = out.new_empty(
-                        recurrence.states_of(share, piece.num_received), dtype=ops.state_dtype(out.dtype)
+                        recurrence.states_of(share, stretch.num_received), dtype=ops.state_dtype(out.dtype)
                     )
-                    states[i, j] = messages.receive(piece.source, j, like)
-                given = [one.of(x, piece.tokens, share) for one, x in zip(operands, tensors, strict=True)]
-                out_, sent = recurrence.compute(given, piece, states.get((i, j)))
-                recurrence.out.of(out, piece.tokens, share).copy_(out_)
-                if piece.target is not None and sent is not None:
-                    messages.send(piece.target, j, sent)
+                    states[i, j] = messages.receive(stretch.source, j, like)
+                given = [one.of(x, stretch.tokens, share) for one, x in zip(operands, tensors, strict=True)]
+                out_, sent = recurrence.compute(given, stretch, states.get((i, j)))
+                recurrence.out.of(out, stretch.tokens, share).copy_(out_)
+                if stretch.target is not None and sent is not None:
+                    messages.send(stretch.target, j, sent)
     return out, states
 
 
@@ -105,23 +105,23 @@ def _backward(
         for x, need in zip(tensors, needed, strict=True)
     ]
     with _call(recurrence, "backward", dout, forward_call) as messages:
-        for i, piece in reversed(list(enumerate(documents.pieces))):
+        for i, stretch in reversed(list(enumerate(documents.stretches))):
             for j, share in enumerate(shares):
                 dsent = None
-                if piece.target is not None:
+                if stretch.target is not None:
                     like = dout.new_empty(
-                        recurrence.states_of(share, piece.num_sent), dtype=ops.state_dtype(dout.dtype)
+                        recurrence.states_of(share, stretch.num_sent), dtype=ops.state_dtype(dout.dtype)
                     )
-                    dsent = messages.receive(piece.target, j, like)
-                given = [one.of(x, piece.tokens, share) for one, x in zip(operands, tensors, strict=True)]
-                received = states[i, j] if piece.source is not None else None
-                of_share = recurrence.out.of(dout, piece.tokens, share)
-                found, dreceived = recurrence.gradients(given, needed, piece, received, of_share, dsent)
+                    dsent = messages.receive(stretch.target, j, like)
+                given = [one.of(x, stretch.tokens, share) for one, x in zip(operands, tensors, strict=True)]
+                received = states[i, j] if stretch.source is not None else None
+                of_share = recurrence.out.of(dout, stretch.tokens, share)
+                found, dreceived = recurrence.gradients(given, needed, stretch, received, of_share, dsent)
                 for one, total, gradient in zip(operands, gradients, found, strict=True):
                     if total is not None and gradient is not None:
-                        one.of(total, piece.tokens, share).add_(gradient)
-                if piece.source is not None and received is not None:
-                    messages.send(piece.source, j, torch.zeros_like(received) if dreceived is None else dreceived)
+                        one.of(total, stretch.tokens, share).add_(gradient)
+                if stretch.source is not None and received is not None:
+                    messages.send(stretch.source, j, torch.zeros_like(received) if dreceived is None else dreceived)
     return [None if total is None else total.to(x.dtype) for total, x in zip(gradients, tensors, strict=True)]
 
 
@@ -130,10 +130,10 @@ def _backward(
 
 @dataclass(frozen=True)
 class _Messages:
-    """The messages of one call: at most one between two neighboring pieces, for each share."""
+    """The messages of one call: at most one between two neighboring stretches, for each share."""
 
     transport: Transport
-    kept: dict[int, Tensor] = field(default_factory=dict)  # for the next piece, if it is of this rank too, by share
+    kept: dict[int, Tensor] = field(default_factory=dict)  # for the next stretch, if it is of this rank too, by share
     sent: list[Exchange] = field(default_factory=list)
     arriving: list[Exchange] = field(default_factory=list)
 
@@ -179,7 +179,7 @@ def _call(recurrence: Recurrence | Halos, direction: str, x: Tensor, forward_cal
 
 @dataclass(frozen=True)
 class Halos:
-    """The inputs that each piece needs of the tokens before it: W - 1 tokens of each path, as a state of its own."""
+    """The inputs that each stretch needs of the tokens before it: W - 1 tokens of each path, as a state of its own."""
 
     op: str
     documents: Documents
@@ -188,10 +188,10 @@ class Halos:
 
     def of(self, x: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """Return x (B, N, C), to be used instead, so that a rank that only sends takes part in the backward too; and of
-        each piece the halos (B, num_received, W - 1, C) in the state dtype, or None where no path reaches into it."""
+        each stretch the halos (B, num_received, W - 1, C) in the state dtype, or None where no path reaches into it."""
         x, *found = _Halos.apply(self, x)  # type: ignore[no-untyped-call]
         halos = iter(found)
-        return x, [None if piece.source is None else next(halos) for piece in self.documents.pieces]
+        return x, [None if stretch.source is None else next(halos) for stretch in self.documents.stretches]
 
     def empty(self, x: Tensor, count: int) -> Tensor:
         return x.new_empty((x.size(0), count, self.before, x.size(2)), dtype=ops.state_dtype(x.dtype))
@@ -199,23 +199,23 @@ class Halos:
 
 @dataclass(frozen=True)
 class _Windows:
-    """The last inputs of each path that goes out of a piece, (B, num_sent, W - 1, C): where each is, or -1."""
+    """The last inputs of each path that goes out of a stretch, (B, num_sent, W - 1, C): where each is, or -1."""
 
     rows: Tensor  # (B, 1, 1)
-    own: Tensor  # (Bm, num_sent, W - 1): the token of the piece
+    own: Tensor  # (Bm, num_sent, W - 1): the token of the stretch
     earlier: Tensor | None  # the same, rows of the halos that came in one after another; None: none is
 
     @classmethod
-    def of(cls, piece: Piece, places: Tensor, before: int, x: Tensor) -> _Windows:
+    def of(cls, stretch: Stretch, places: Tensor, before: int, x: Tensor) -> _Windows:
         """places: see Facts.windows."""
-        num_earlier = piece.num_received * before
+        num_earlier = stretch.num_received * before
         earlier = torch.where(places <= num_earlier, places - 1, -1)
         waits = bool((earlier >= 0).any())
         own, earlier = (to_device(each, x.device) for each in (places - 1 - num_earlier, earlier))
         return cls(torch.arange(x.size(0), device=x.device)[:, None, None], own, earlier if waits else None)
 
     def gather(self, x: Tensor, halo: Tensor | None) -> Tensor:
-        """x (B, n, C): the inputs of the piece."""
+        """x (B, n, C): the inputs of the stretch."""
         found = torch.where((self.own >= 0)[..., None], x[self.rows, self.own.clamp(min=0)], 0)
         if self.earlier is None or halo is None:
             return found
@@ -226,8 +226,8 @@ class _Windows:
         """Add to the gradients of what `gather` takes, given those of what it returns."""
         self._add(dwindows, self.own, dx)
         if self.earlier is not None and dhalo is not None:
-            batch, pieces, tokens, channels = dhalo.shape  # not -1, which a batch of 0 leaves open
-            self._add(dwindows, self.earlier, dhalo.view(batch, pieces * tokens, channels))
+            batch, stretches, tokens, channels = dhalo.shape  # not -1, which a batch of 0 leaves open
+            self._add(dwindows, self.earlier, dhalo.view(batch, stretches * tokens, channels))
 
     def _add(self, dwindows: Tensor, places: Tensor, to: Tensor) -> None:
         held = torch.where((places >= 0)[..., None], dwindows, 0)
@@ -240,16 +240,16 @@ class _Halos(torch.autograd.Function):
         documents, dtype = halos.documents, ops.state_dtype(x.dtype)
         received: list[Tensor] = []
         with _call(halos, "forward", x) as messages:
-            for piece, places in zip(documents.pieces, documents.facts.windows(halos.before), strict=True):
+            for stretch, places in zip(documents.stretches, documents.facts.windows(halos.before), strict=True):
                 halo = None
-                if piece.source is not None:
-                    halo = messages.start_receiving(piece.source, 0, halos.empty(x, piece.num_received))
+                if stretch.source is not None:
+                    halo = messages.start_receiving(stretch.source, 0, halos.empty(x, stretch.num_received))
                     received.append(halo)
-                if piece.target is not None:
-                    windows = _Windows.of(piece, places, halos.before, x)
+                if stretch.target is not None:
+                    windows = _Windows.of(stretch, places, halos.before, x)
                     if windows.earlier is not None:
                         messages.wait()
-                    messages.send(piece.target, 0, windows.gather(x[:, piece.tokens], halo).to(dtype))
+                    messages.send(stretch.target, 0, windows.gather(x[:, stretch.tokens], halo).to(dtype))
         ctx.halos, ctx.number = halos, documents.sequence.transport.num_calls
         return (x.view_as(x), *received)
 
@@ -272,21 +272,21 @@ def _halos_backward(halos: Halos, dx_of_x: Tensor, dhalos: tuple[Tensor, ...], f
     dx = dx_of_x.to(ops.state_dtype(dx_of_x.dtype), copy=True)
     incoming = iter(reversed(dhalos))
     arriving: list[tuple[_Windows, Tensor, Tensor]] = []
-    pieces = list(zip(documents.pieces, documents.facts.windows(halos.before), strict=True))
+    stretches = list(zip(documents.stretches, documents.facts.windows(halos.before), strict=True))
     with _call(halos, "backward", dx, forward_call) as messages:
-        for piece, places in reversed(pieces):
-            dhalo = next(incoming).clone(memory_format=torch.contiguous_format) if piece.source is not None else None
-            if piece.target is not None:
-                windows = _Windows.of(piece, places, halos.before, dx)
-                dwindows = messages.start_receiving(piece.target, 0, halos.empty(dx, piece.num_sent))
+        for stretch, places in reversed(stretches):
+            dhalo = next(incoming).clone(memory_format=torch.contiguous_format) if stretch.source is not None else None
+            if stretch.target is not None:
+                windows = _Windows.of(stretch, places, halos.before, dx)
+                dwindows = messages.start_receiving(stretch.target, 0, halos.empty(dx, stretch.num_sent))
                 if windows.earlier is not None:
                     messages.wait()
-                    windows.scatter(dwindows, dx[:, piece.tokens], dhalo)
+                    windows.scatter(dwindows, dx[:, stretch.tokens], dhalo)
                 else:
-                    arriving.append((windows, dwindows, dx[:, piece.tokens]))
-            if piece.source is not None and dhalo is not None:
-                messages.send(piece.source, 0, dhalo)
+                    arriving.append((windows, dwindows, dx[:, stretch.tokens]))
+            if stretch.source is not None and dhalo is not None:
+                messages.send(stretch.source, 0, dhalo)
         messages.wait()
-        for windows, dwindows, of_piece in arriving:
-            windows.scatter(dwindows, of_piece, None)
+        for windows, dwindows, of_stretch in arriving:
+            windows.scatter(dwindows, of_stretch, None)
     return dx.to(dx_of_x.dtype)

@@ -33,13 +33,13 @@ ON_DEVICE = 2  # layer inputs on the device at a time: one in use, one being cop
 
 
 class Copy(NamedTuple):
-    """A copy in flight: its target, not to be read before `Transfer.wait(ticket)`."""
+    """A copy in flight: its target, not to be read before `HostCopies.wait(ticket)`."""
 
     tensor: Tensor
     ticket: Any
 
 
-class Transfer(Protocol):
+class HostCopies(Protocol):
     """Copies between a device and host memory, in the order they are started, concurrently with compute."""
 
     def takes(self, tensor: Tensor) -> bool:
@@ -89,7 +89,7 @@ class _Saved:
 
     on_device: Tensor | None = None
 
-    def __init__(self, tensor: Tensor, transfer: Transfer, previous: _Saved | None) -> None:
+    def __init__(self, tensor: Tensor, transfer: HostCopies, previous: _Saved | None) -> None:
         self.transfer, self.device = transfer, tensor.device
         self.previous = weakref.ref(previous) if previous is not None else lambda: None
         held = tensor.detach()  # keeps the memory, not the graph
@@ -149,7 +149,7 @@ def hooks_of(
 class ActivationOffload:
     """Shared by the checkpointed layers of one model: tracks which hidden states are on the device, and their order."""
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: HostCopies) -> None:
         self.transfer = transfer
         self._recent: list[weakref.ref[_Saved]] = []  # still on the device; newest last
 

@@ -16,7 +16,7 @@ from ringtile.first_batch.compare import Comparison
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.torch_context_parallel.context import context_parallel
-from ringtile.torch_context_parallel.first_block import Block
+from ringtile.torch_context_parallel.first_block import FirstBlock
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of
 
 
@@ -48,6 +48,6 @@ def check(
         raise InputError(f"reduction is {reduction!r}; expected 'mean' or 'sum'")
     tensors = dict(batch)
     dims = [seq_dim] * len(tensors)
-    block = Block(context_parallel, group_of(mesh), list(tensors.values()), dims, layout, mask, scheme)
+    block = FirstBlock(context_parallel, group_of(mesh), list(tensors.values()), dims, layout, mask, scheme)
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     return block.check(inner, lambda: loss(inner, tensors), averages=reduction == "mean")

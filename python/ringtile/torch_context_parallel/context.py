@@ -15,7 +15,7 @@ from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.buffers import as_list
-from ringtile.torch_context_parallel.first_block import Block, set_content
+from ringtile.torch_context_parallel.first_block import FirstBlock, set_content
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of, override, unmasked_sequence
 from ringtile.torch_context_parallel.mode import RingMode, entered, refusals_on_the_surface
 from ringtile.torch_context_parallel.noticing import ShardedBuffer
@@ -76,7 +76,7 @@ def context_parallel(
         whole = None if model is None else _whole_inputs(model, seq_len, check)
     if check is not None and transport.world_size > 1 and check[0] not in _checked:
         _checked.add(check[0])
-        Block(context_parallel, group, buffers, buffer_seq_dims, layout, mask, scheme).check(*check, averages=True)
+        FirstBlock(context_parallel, group, buffers, buffer_seq_dims, layout, mask, scheme).check(*check, averages=True)
     if transport.world_size == 1 and mask is None:
         with RingMode(AttentionScope(group, layout_name="contiguous"), is_alone=True):
             yield

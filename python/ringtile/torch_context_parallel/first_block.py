@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ringtile.errors import InputError, RefusedError
 from ringtile.first_batch.compare import Comparison
 from ringtile.first_batch.proof import prove
-from ringtile.first_batch.run import Run, record
-from ringtile.first_batch.trace import Call, Trace
+from ringtile.first_batch.run import LossRun, record
+from ringtile.first_batch.trace import ModelCall, Trace
 from ringtile.first_batch.unchanged import Unchanged, without_checkpoints
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -27,7 +27,7 @@ _ALONE = ""  # the group of one rank
 _TOKENS = 512  # of all rows together, in a cut
 
 
-class Block:
+class FirstBlock:
     """The arguments of a block, whose buffers are whole. enter: `context_parallel`."""
 
     def __init__(
@@ -61,10 +61,10 @@ class Block:
             with self.enter(
                 group, buffers=self.buffers, buffer_seq_dims=self.dims, layout=layout, mask=mask, scheme=scheme
             ):
-                trace.begin(Call(shape, None if whole else sequence, seq_len))
+                trace.begin(ModelCall(shape, None if whole else sequence, seq_len))
                 yield
 
-        def run(whole: bool, **options: Any) -> Run:
+        def run(whole: bool, **options: Any) -> LossRun:
             unchanged.restore()
             return record(loss, paths, lambda trace: within(whole, trace), **options)
 

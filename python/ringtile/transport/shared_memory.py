@@ -38,7 +38,7 @@ _SHARING_SECONDS = 5.0  # then ranks that have not shared memory go on without
 _INTRODUCTION = struct.Struct(f"<I{_TOKEN_BYTES}s")  # the rank that connects, and the token of the rank that listens
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
-Exchange = Callable[[bytes], dict[int, bytes]]  # sends HEADER_BYTES bytes to every peer and returns theirs
+ExchangeHellos = Callable[[bytes], dict[int, bytes]]  # sends HEADER_BYTES bytes to every peer and returns theirs
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _close(end: Any, links: dict[int, socket.socket]) -> None:
 # ---- sharing ------------------------------------------------------------------------------------
 
 
-class Segment:
+class SharedSegment:
     """A rank's segment, and the socket on which its peers ask for it; both None where the system has no such thing."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Segment:
         self.file = self.listener = None
 
 
-def share(rank: int, world_size: int, timeout_seconds: float, exchange: Exchange) -> SharedMemory | None:
+def share(rank: int, world_size: int, timeout_seconds: float, exchange: ExchangeHellos) -> SharedMemory | None:
     """Share memory with the peers on this host. All ranks call this at the same time; None: with nobody.
 
     exchange: as in `sockets.connect`.
@@ -132,7 +132,7 @@ def share(rank: int, world_size: int, timeout_seconds: float, exchange: Exchange
     value = os.environ.get(VARIABLE) or "1"
     if value not in ("0", "1"):
         raise InputError(f"{VARIABLE} is {value!r}; expected 1, or 0 to send all messages over the process group")
-    own = Segment()
+    own = SharedSegment()
     try:
         if value == "1" and world_size <= _MAX_RANKS:
             with contextlib.suppress(OSError, AttributeError):
@@ -142,7 +142,9 @@ def share(rank: int, world_size: int, timeout_seconds: float, exchange: Exchange
         own.close()
 
 
-def _share(rank: int, own: Segment, deadline: float, timeout_seconds: float, exchange: Exchange) -> SharedMemory | None:
+def _share(
+    rank: int, own: SharedSegment, deadline: float, timeout_seconds: float, exchange: ExchangeHellos
+) -> SharedMemory | None:
     offers = {peer: decode(offer) for peer, offer in exchange(own.offer()).items()}
     tokens = {peer: bytes.fromhex(str(offer["token"])) for peer, offer in offers.items()}
     with contextlib.ExitStack() as on_failure:
@@ -173,7 +175,7 @@ def _share(rank: int, own: Segment, deadline: float, timeout_seconds: float, exc
         return SharedMemory(end, links, peers, timeout_seconds)
 
 
-def _exchange_sets(rank: int, mine: Collection[int], exchange: Exchange) -> dict[int, set[int]]:
+def _exchange_sets(rank: int, mine: Collection[int], exchange: ExchangeHellos) -> dict[int, set[int]]:
     """Return for each rank the set of ranks that it names."""
     bits = f"{sum(1 << peer for peer in mine):x}"
     texts = exchange(json.dumps({"ranks": bits}).encode("ascii").ljust(HEADER_BYTES))
@@ -196,7 +198,7 @@ def _connect(name: str, introduction: bytes, file: int, deadline: float) -> sock
     return link
 
 
-def _accept(own: Segment, expected: set[int], links: dict[int, socket.socket], deadline: float) -> dict[int, int]:
+def _accept(own: SharedSegment, expected: set[int], links: dict[int, socket.socket], deadline: float) -> dict[int, int]:
     """Return the segments of the peers that have connected, and add their connections to links. Each gets this rank's.
 
     Whoever does not know the token, or is slow to say it, is no peer.
@@ -239,7 +241,11 @@ def _receive_file(link: socket.socket, num_bytes: int, deadline: float) -> tuple
 
 
 def _map(
-    rank: int, own: Segment, files: Mapping[int, int], links: Mapping[int, socket.socket], tokens: Mapping[int, bytes]
+    rank: int,
+    own: SharedSegment,
+    files: Mapping[int, int],
+    links: Mapping[int, socket.socket],
+    tokens: Mapping[int, bytes],
 ) -> Any:
     """Return this rank's end of the segments, None on failure."""
     num_ranks = len(tokens) + 1
