@@ -56,10 +56,11 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         heads = _Heads.of(call, shape)
         out, lse = ring.empty_outputs(q, v, q.dtype)
         q, k, v = heads.of_all_tokens((q,), (k, v))
-        saved = Saved(q, k, v, *ring.empty_outputs(q, v, q.dtype))
         if heads.own.heads:
             of_share = ring.forward(call.of_heads(heads.own.heads), q, *_repeated(heads.own, k, v))
-            saved = Saved(q, k, v, *of_share)
+        else:
+            of_share = ring.empty_outputs(q, v, q.dtype)
+        saved = Saved(q, k, v, *of_share)
         if call.returns_lse:
             heads.to_tokens((saved.out, saved.lse.mT), into=(out, lse.mT))
             return out, lse, saved
