@@ -464,14 +464,14 @@ MUTANTS = [
         "python/ringtile/hf/towers.py",
         " and changed == 0 and moved <= 1\n",
         " and moved <= 1\n",
-        "tests/hf/test_towers.py -k mixes",
+        "tests/hf/test_towers_whole.py -k mixes",
     ),
     Mutant(
         "towers: images that are counted are split",
         "python/ringtile/hf/towers.py",
         " and changed == 0 and moved <= 1\n",
         " and changed == 0\n",
-        "tests/hf/test_towers.py -k mixes",
+        "tests/hf/test_towers_whole.py -k mixes",
     ),
     Mutant(
         "towers: frames that mix are split",

@@ -36,7 +36,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/cli": (13, 2450),
     "tests/emulator": (26, 4610),
     "tests/gpu": (9, 1280),
-    "tests/hf": (61, 12710),
+    "tests/hf": (63, 12710),
     "tests/package": (7, 1560),
     "tests/planner": (4, 1010),
     "tests/recurrent": (8, 2250),
