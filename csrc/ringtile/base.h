@@ -32,7 +32,7 @@ extern "C" {
                     "them fresh, and need each other")                                                                 \
     X(RT_BAD_LAYOUT, "the runs of all ranks must hold every global position exactly once")                             \
     X(RT_BAD_RANK, "a rank must be in [0, num_ranks)")                                                                 \
-    X(RT_BAD_PLAN, "below and attended must be as rt_plan_below and rt_plan_attended wrote them")                      \
+    X(RT_BAD_POSITIONS, "positions of one side must rise, and lie in the sequence")                                    \
     X(RT_BAD_DIM, "dim must name a dimension of the tensor; at most 16 dimensions")                                    \
     X(RT_BAD_KIND, "GLU kind must be one of rt_glu_kind")                                                              \
     X(RT_BAD_WIDTH, "width must be in 1..8")                                                                           \

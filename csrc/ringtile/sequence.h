@@ -1,5 +1,5 @@
-// Sequences sharded over ranks: runs and layouts, the copies between a global and a local tensor, the plan (which keys
-// one rank needs from another) and the digest that ranks compare.
+// Sequences sharded over ranks: runs and layouts, the copies between a global and a local tensor, the plan (what one
+// rank does in each round) and the digest that ranks compare.
 #ifndef RINGTILE_API_SEQUENCE_H
 #define RINGTILE_API_SEQUENCE_H
 
@@ -58,33 +58,58 @@ rt_status rt_shard(const rt_shard_params *p, const void *global, void *local, rt
 // their value.
 rt_status rt_unshard(const rt_shard_params *p, const void *local, void *global, rt_parallel parallel);
 
-// ---- plan: which keys one rank needs from another ----------------------------------------------
+// ---- plan: what one rank does in each round -----------------------------------------------------
 
-// With an interval mask: the query at global position i of row b attends the keys at global positions
-// [begin[b, i], end[b, i]); end <= begin means no key.
+// The query at global position i of row b attends the keys at global positions [begin[b, i], end[b, i]); with two
+// sides, those of them at j for which i is in [key_begin[b, j], key_end[b, j]). Bounds outside 0..S are clamped.
 typedef struct rt_plan_params {
     int64_t num_ranks, seq_len, mask_batch;
-    const rt_run *runs;         // (R) rank after rank
-    const int64_t *run_offsets; // (W + 1)
-    const int32_t *begin, *end; // (mask_batch, S) contiguous
+    const rt_run *runs;                 // (R) rank after rank
+    const int64_t *run_offsets;         // (W + 1)
+    const int32_t *begin, *end;         // (mask_batch, S) contiguous
+    const int32_t *key_begin, *key_end; // (mask_batch, S) contiguous; both NULL: one side
+    void *workspace;                    // 64-byte aligned
+    int64_t workspace_bytes;
 } rt_plan_params;
 
-// below (S + 1): the number of key_rank's keys below global position g, for g = 0..S.
-rt_status rt_plan_below(const rt_plan_params *p, int64_t key_rank, int32_t *below);
+// Bytes of workspace for p; 0 if it is malformed or too large.
+int64_t rt_plan_workspace_bytes(const rt_plan_params *p);
 
-// attended[j]: the number of query_rank's queries, over all rows, that attend key j. Bounds outside 0..S are clamped.
-//   below: NULL, and key j is global position j = 0..S-1; or as rt_plan_below wrote it, and key j is the j-th key of
-//   that rank in sequence order
-//   attended (keys + 1), the last one scratch
-// O(S) without below, else O(queries + keys).
-rt_status rt_plan_attended(const rt_plan_params *p, int64_t query_rank, const int32_t *below, int64_t *attended);
+typedef struct rt_round {
+    int64_t num_keys;            // of the block
+    int64_t num_pairs;           // unmasked (query, key) pairs, summed over the mask's rows
+    int64_t first_run, num_runs; // positions of the keys; local_begin = row of the block
+    int64_t in_place;            // 1: the block is the local k itself, and nothing travels
+} rt_round;
 
-// The keys of key_rank that at least one query attends, as the fewest possible runs in local order, and the number of
-// unmasked (query, key) pairs, summed over the mask's rows.
-//   below, attended: the arguments of rt_plan_attended;  needed (capacity), may be NULL if capacity is 0
-//   *num_needed is the full count, even with RT_CAPACITY
-rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_t *below, const int64_t *attended,
-                         rt_run *needed, int64_t capacity, int64_t *num_needed, int64_t *num_pairs);
+// Keys of one rank that another one works on in a round.
+typedef struct rt_transfer {
+    int64_t rank; // the other one
+    int64_t num_keys;
+    int64_t first_run, num_runs; // global_begin = row of the block, or of the owner's k; local_begin = of the message
+    int64_t is_head;             // 1: each row of the one is that of the other
+} rt_transfer;
+
+typedef struct rt_rank_plan {
+    rt_round *rounds;      // (W), or (1) at once
+    rt_transfer *incoming; // (W) of round i: the i-th, or all at once
+    rt_transfer *outgoing; // (W)
+    rt_run *runs;          // (capacity), may be NULL if that is 0
+    int64_t capacity;
+    int64_t num_runs; // written: the full count, even with RT_CAPACITY
+} rt_rank_plan;
+
+// What `rank` does in each round. Round i: it works on the keys of rank (rank - i) mod W; at once, on those of all
+// ranks in one round. Only keys that a query attends travel. Runs are the fewest possible, in the local order of the
+// owner; those of a block at once are in the order of their positions. A round in place has transfers of no key.
+//   RT_BAD_SHAPE, RT_TOO_LARGE, RT_BAD_POINTER, RT_BAD_RUN, RT_BAD_LAYOUT (as rt_layout_check), RT_BAD_RANK,
+//   RT_WORKSPACE, RT_CAPACITY (what the transfers and runs hold is not defined then)
+// O(S + R W), and times log S with two sides.
+rt_status rt_plan_rank(const rt_plan_params *p, int64_t rank, bool at_once, rt_rank_plan *plan);
+
+// keys, pairs (W, W), [query rank][key rank]: the keys of a rank that another attends, and the unmasked pairs, summed
+// over the mask's rows. O(W S), and times log S with two sides.
+rt_status rt_plan_counts(const rt_plan_params *p, int64_t *keys, int64_t *pairs);
 
 // ---- masks with two sides ----------------------------------------------------------------------
 
@@ -104,7 +129,7 @@ int64_t rt_meetings_scratch_len(int64_t num_x, int64_t num_y);
 // counts (num_x): how many y each x meets, at most `last`. first, after (num_x), both or none NULL: the smallest
 // position that it meets, and the largest plus 1; 0 and 0 where it meets none.
 //   scratch (rt_meetings_scratch_len)
-//   RT_BAD_SHAPE (also last < 0), RT_BAD_POINTER, RT_BAD_PLAN (positions that do not rise, or are outside 0..S-1)
+//   RT_BAD_SHAPE (also last < 0), RT_BAD_POINTER, RT_BAD_POSITIONS (positions that do not rise, or are outside 0..S-1)
 // O((num_x + num_y) log S).
 rt_status rt_meetings(const rt_meetings_params *p, int64_t *counts, int32_t *first, int32_t *after, int32_t *scratch);
 

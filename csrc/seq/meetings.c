@@ -31,7 +31,7 @@ static rt_status check_side(const side *s, int64_t seq_len) {
     if (s->num > 0 && (!rt_points_to(s->begin, sizeof(*s->begin)) || !rt_points_to(s->end, sizeof(*s->end))))
         return RT_BAD_POINTER;
     for (int64_t i = 0, least = 0; s->positions != NULL && i < s->num; i++) {
-        if (s->positions[i] < least || s->positions[i] >= seq_len) return RT_BAD_PLAN;
+        if (s->positions[i] < least || s->positions[i] >= seq_len) return RT_BAD_POSITIONS;
         least = s->positions[i] + (int64_t)1;
     }
     return RT_OK;

@@ -1,155 +1,344 @@
-// The keys that one rank needs from another, and the digest by which ranks notice that they disagree.
+// What one rank does in each round, and the digest by which ranks notice that they disagree.
 // Shapes: S global tokens, W ranks, R runs of all ranks; mask rows are (mask_batch, S).
 #include "../arrays.h"
-#include "runs.h"
+#include "../ringtile.h"
 
 #include <string.h>
 
-typedef struct rank_runs {
-    const rt_run *runs;
-    int64_t num_runs;
-} rank_runs;
+// ---- workspace -----------------------------------------------------------------------------------
 
-static rt_status check_plan(const rt_plan_params *p) {
+typedef struct parts {
+    const rt_plan_params *p;
+    bool two_sides;
+    rt_layout_place *places; // (R)
+    int64_t *attended;       // (S + 1)
+    int32_t *below;          // (S + 1)
+    // With two sides: the positions of each rank, rising, rank after rank; and what rt_meetings writes.
+    int64_t *first; // (W + 1)
+    int64_t *met;   // (S)
+    int32_t *positions, *scratch;
+} parts;
+
+static rt_status check_params(const rt_plan_params *p) {
     if (p == NULL) return RT_BAD_POINTER;
     if (p->num_ranks < 1 || p->seq_len < 0 || p->seq_len > INT32_MAX || p->mask_batch < 0) return RT_BAD_SHAPE;
     if (!rt_points_to(p->run_offsets, sizeof(int64_t))) return RT_BAD_POINTER;
+    if (!rt_array_fits(1, &p->num_ranks, NULL, 2 * sizeof(rt_transfer))) return RT_TOO_LARGE;
     const int64_t sizes[] = {p->mask_batch, p->seq_len};
     if (!rt_array_fits(2, sizes, NULL, sizeof(*p->begin))) return RT_TOO_LARGE;
+    const int64_t num_runs = p->run_offsets[p->num_ranks];
+    if (num_runs < 0 || num_runs > p->seq_len) return RT_BAD_LAYOUT; // each holds a position of its own
     const int64_t num_intervals = p->mask_batch * p->seq_len;
     if (num_intervals == 0) return RT_OK;
     if (num_intervals > INT64_MAX / p->seq_len) return RT_TOO_LARGE; // pairs, if every query attends every key
-    const bool mask = rt_points_to(p->begin, sizeof(*p->begin)) && rt_points_to(p->end, sizeof(*p->end));
-    return mask ? RT_OK : RT_BAD_POINTER;
-}
-
-static rt_status runs_of_rank(const rt_plan_params *p, int64_t rank, rank_runs *of_rank) {
-    if (rank < 0 || rank >= p->num_ranks) return RT_BAD_RANK;
-    const int64_t first = p->run_offsets[rank];
-    if (first < 0 || p->run_offsets[rank + 1] < first) return RT_BAD_LAYOUT;
-    of_rank->num_runs = p->run_offsets[rank + 1] - first;
-    of_rank->runs = of_rank->num_runs > 0 && p->runs != NULL ? p->runs + first : NULL;
-
-    int64_t local_len;
-    const rt_status status = rt_runs_local_len(of_rank->runs, of_rank->num_runs, p->seq_len, &local_len);
-    if (status != RT_OK) return status;
-    return rt_runs_check_inside(of_rank->runs, of_rank->num_runs, local_len, p->seq_len);
-}
-
-rt_status rt_plan_below(const rt_plan_params *p, int64_t key_rank, int32_t *below) {
-    rank_runs keys;
-    rt_status status = check_plan(p);
-    if (status == RT_OK) status = runs_of_rank(p, key_rank, &keys);
-    if (status != RT_OK) return status;
-    if (!rt_points_to(below, sizeof(*below))) return RT_BAD_POINTER;
-
-    // Pass 1: below[g + 1] = 1 where g is a key. Pass 2: running sums.
-    memset(below, 0, (size_t)(p->seq_len + 1) * sizeof(*below));
-    for (int64_t r = 0; r < keys.num_runs; r++) {
-        const rt_run run = keys.runs[r];
-        for (int64_t j = 0; j < run.length; j++) below[run.global_begin + j * run.stride + 1] = 1;
-    }
-    for (int64_t g = 0; g < p->seq_len; g++) below[g + 1] += below[g];
+    const int32_t *const bounds[] = {p->begin, p->end, p->key_begin, p->key_end};
+    for (int i = 0; i < (p->key_begin == NULL && p->key_end == NULL ? 2 : 4); i++)
+        if (!rt_points_to(bounds[i], sizeof(int32_t))) return RT_BAD_POINTER;
     return RT_OK;
+}
+
+// Returns the bytes of the parts, of params that pass, and sets x to them unless it is NULL.
+static int64_t lay_out(const rt_plan_params *p, parts *x) {
+    const bool two_sides = p->key_begin != NULL;
+    const int64_t S = p->seq_len, num_positions = two_sides ? S : 0;
+    const int64_t sizes[] = {p->run_offsets[p->num_ranks] * (int64_t)sizeof(rt_layout_place),
+                             (S + 1) * (int64_t)sizeof(int64_t),
+                             (S + 1) * (int64_t)sizeof(int32_t),
+                             two_sides ? (p->num_ranks + 1) * (int64_t)sizeof(int64_t) : 0,
+                             num_positions * (int64_t)sizeof(int64_t),
+                             num_positions * (int64_t)sizeof(int32_t),
+                             two_sides ? rt_meetings_scratch_len(S, S) * (int64_t)sizeof(int32_t) : 0};
+    enum { NUM_PARTS = sizeof(sizes) / sizeof(*sizes) };
+    int64_t begins[NUM_PARTS], num_bytes = 0;
+    for (int i = 0; i < NUM_PARTS; i++) begins[i] = num_bytes, num_bytes += rt_round_up_64(sizes[i]);
+    if (x == NULL) return num_bytes;
+    char *const w = p->workspace;
+    *x = (parts){.p = p, .two_sides = two_sides};
+    x->places = (void *)(w + begins[0]), x->attended = (void *)(w + begins[1]), x->below = (void *)(w + begins[2]);
+    x->first = (void *)(w + begins[3]), x->met = (void *)(w + begins[4]);
+    x->positions = (void *)(w + begins[5]), x->scratch = (void *)(w + begins[6]);
+    return num_bytes;
+}
+
+int64_t rt_plan_workspace_bytes(const rt_plan_params *p) { return check_params(p) == RT_OK ? lay_out(p, NULL) : 0; }
+
+static void list_positions(const parts *x) {
+    const rt_plan_params *p = x->p;
+    int32_t *const rank_of = x->scratch;
+    x->first[0] = 0;
+    for (int64_t rank = 0; rank < p->num_ranks; rank++) {
+        int64_t num_tokens = 0;
+        for (int64_t r = p->run_offsets[rank]; r < p->run_offsets[rank + 1]; r++) {
+            const rt_run run = p->runs[r];
+            for (int64_t j = 0; j < run.length; j++) rank_of[run.global_begin + j * run.stride] = (int32_t)rank;
+            num_tokens += run.length;
+        }
+        x->first[rank + 1] = x->first[rank] + num_tokens;
+    }
+    // Up to here first[r] is where the positions of rank r begin; while they are filled in, where the next one goes.
+    for (int64_t g = 0; g < p->seq_len; g++) x->positions[x->first[rank_of[g]]++] = (int32_t)g;
+    for (int64_t rank = p->num_ranks; rank > 0; rank--) x->first[rank] = x->first[rank - 1];
+    x->first[0] = 0;
+}
+
+static rt_status open_workspace(const rt_plan_params *p, parts *x) {
+    rt_status status = check_params(p);
+    if (status != RT_OK) return status;
+    if (!rt_points_to(p->workspace, 64) || p->workspace_bytes < lay_out(p, NULL)) return RT_WORKSPACE;
+    lay_out(p, x);
+    status = rt_layout_check(p->runs, p->run_offsets, p->num_ranks, p->seq_len, x->places);
+    if (status == RT_OK && x->two_sides) list_positions(x);
+    return status;
+}
+
+// ---- who attends which keys ----------------------------------------------------------------------
+
+// below[g]: the number of key_rank's keys below global position g, for g = 0..S.
+static void count_below(const parts *x, int64_t key_rank) {
+    const rt_plan_params *p = x->p;
+    memset(x->below, 0, (size_t)(p->seq_len + 1) * sizeof(*x->below));
+    for (int64_t r = p->run_offsets[key_rank]; r < p->run_offsets[key_rank + 1]; r++) {
+        const rt_run run = p->runs[r];
+        for (int64_t j = 0; j < run.length; j++) x->below[run.global_begin + j * run.stride + 1] = 1;
+    }
+    for (int64_t g = 0; g < p->seq_len; g++) x->below[g + 1] += x->below[g];
 }
 
 static int64_t clamp(int64_t position, int64_t seq_len) {
     return position < 0 ? 0 : position < seq_len ? position : seq_len;
 }
 
-// The keys that `attended` counts; -1 if below does not begin with 0 or ends outside 0..S.
-static int64_t num_counted(const rt_plan_params *p, const int32_t *below) {
-    if (below == NULL) return p->seq_len;
-    const int64_t num_keys = below[p->seq_len];
-    return below[0] != 0 || num_keys < 0 || num_keys > p->seq_len ? -1 : num_keys;
-}
-
-// The place in `attended` of global position g; -1 if below lies.
-static int64_t place_of(const int32_t *below, int64_t g, int64_t num_keys) {
-    if (below == NULL) return g;
-    return below[g] < 0 || below[g] > num_keys ? -1 : below[g];
-}
-
-rt_status rt_plan_attended(const rt_plan_params *p, int64_t query_rank, const int32_t *below, int64_t *attended) {
-    rank_runs queries;
-    rt_status status = check_plan(p);
-    if (status == RT_OK) status = runs_of_rank(p, query_rank, &queries);
-    if (status != RT_OK) return status;
-    if (!rt_points_to(attended, sizeof(*attended)) || (uintptr_t)below % sizeof(*below) != 0) return RT_BAD_POINTER;
-    const int64_t seq_len = p->seq_len, num_keys = num_counted(p, below);
-    if (num_keys < 0) return RT_BAD_PLAN;
-
+static void count_one_side(const parts *x, int64_t query_rank, const int32_t *below, int64_t num_keys) {
+    const rt_plan_params *p = x->p;
+    const int64_t seq_len = p->seq_len;
+    int64_t *const attended = x->attended;
     // Pass 1: attended[j] = how many more queries attend key j than key j - 1. Pass 2: running sums.
-    memset(attended, 0, (size_t)(num_keys + 1) * sizeof(*attended));
-    const int32_t *begin = p->begin, *end = p->end;
     for (int64_t b = 0; b < p->mask_batch; b++) {
-        for (int64_t r = 0; r < queries.num_runs; r++) {
-            const rt_run run = queries.runs[r];
-            for (int64_t j = 0; j < run.length; j++) {
-                const int64_t i = b * seq_len + run.global_begin + j * run.stride;
+        const int32_t *begin = p->begin + b * seq_len, *end = p->end + b * seq_len;
+        for (int64_t r = p->run_offsets[query_rank]; r < p->run_offsets[query_rank + 1]; r++) {
+            const rt_run run = p->runs[r];
+            for (int64_t j = 0, i = run.global_begin; j < run.length; j++, i += run.stride) {
                 if (begin[i] >= end[i]) continue;
-                const int64_t first = place_of(below, clamp(begin[i], seq_len), num_keys),
-                              last = place_of(below, clamp(end[i], seq_len), num_keys);
-                if (first < 0 || last < 0) return RT_BAD_PLAN;
-                attended[first]++;
-                attended[last]--;
+                const int64_t first = clamp(begin[i], seq_len), last = clamp(end[i], seq_len);
+                attended[below == NULL ? first : below[first]]++;
+                attended[below == NULL ? last : below[last]]--;
             }
         }
     }
     for (int64_t j = 0; j < num_keys; j++) attended[j + 1] += attended[j];
+}
+
+static rt_status count_two_sides(const parts *x, int64_t query_rank, int64_t key_rank, int64_t num_keys) {
+    const rt_plan_params *p = x->p;
+    rt_meetings_params m = {.seq_len = p->seq_len, .num_x = num_keys};
+    m.num_y = x->first[query_rank + 1] - x->first[query_rank];
+    m.x = key_rank < 0 ? NULL : x->positions + x->first[key_rank];
+    m.y = x->positions + x->first[query_rank];
+    for (int64_t row = 0; row < p->mask_batch; row++) {
+        const int64_t at = row * p->seq_len;
+        m.x_begin = p->key_begin + at, m.x_end = p->key_end + at;
+        m.y_begin = p->begin + at, m.y_end = p->end + at;
+        const rt_status status = rt_meetings(&m, x->met, NULL, NULL, x->scratch);
+        if (status != RT_OK) return status;
+        for (int64_t key = 0; key < num_keys; key++) x->attended[key] += x->met[key];
+    }
     return RT_OK;
 }
 
-// The run that begins at a local token; it exists, because the runs fill the local tokens. The search starts at
-// `guess`, which is already right when the runs are listed in local order.
-static const rt_run *run_at(const rank_runs *keys, int64_t local_begin, int64_t guess) {
-    while (keys->runs[guess].local_begin != local_begin) guess = (guess + 1) % keys->num_runs;
-    return &keys->runs[guess];
+// attended[j]: the number of query_rank's queries, over all rows, that attend key j: global position j, or, if key_rank
+// is not -1, the j-th key of that rank in sequence order, of which `below` has been counted. Bounds outside 0..S are
+// clamped.
+static rt_status count_attended(const parts *x, int64_t query_rank, int64_t key_rank) {
+    const int64_t S = x->p->seq_len, num_keys = key_rank < 0 ? S : x->below[S];
+    memset(x->attended, 0, (size_t)(num_keys + 1) * sizeof(*x->attended));
+    if (S == 0) return RT_OK; // the mask may be NULL
+    if (x->two_sides) return count_two_sides(x, query_rank, key_rank, num_keys);
+    count_one_side(x, query_rank, key_rank < 0 ? NULL : x->below, num_keys);
+    return RT_OK;
 }
 
-rt_status rt_plan_needed(const rt_plan_params *p, int64_t key_rank, const int32_t *below, const int64_t *attended,
-                         rt_run *needed, int64_t capacity, int64_t *num_needed, int64_t *num_pairs) {
-    rank_runs keys;
-    rt_status status = check_plan(p);
-    if (status == RT_OK) status = runs_of_rank(p, key_rank, &keys);
-    if (status != RT_OK) return status;
-    if (capacity < 0) return RT_BAD_SHAPE;
-    if (!rt_array_fits(1, &capacity, NULL, sizeof(*needed))) return RT_TOO_LARGE;
-    if (!rt_points_to(num_needed, sizeof(*num_needed)) || !rt_points_to(num_pairs, sizeof(*num_pairs)) ||
-        !rt_points_to(attended, sizeof(*attended)) || (uintptr_t)below % sizeof(*below) != 0 ||
-        (capacity > 0 && !rt_points_to(needed, sizeof(int64_t))))
-        return RT_BAD_POINTER;
-    const int64_t num_counts = num_counted(p, below), most_queries = p->mask_batch * p->seq_len;
-    if (num_counts < 0) return RT_BAD_PLAN;
+// ---- one rank ------------------------------------------------------------------------------------
 
-    // Visits the keys in local order. `piece` is the run being grown. A key that does not continue it, because a key in
-    // between is not needed or a run of the layout ended, starts a new one.
+typedef struct run_list {
+    rt_run *runs;
+    int64_t capacity, count;
+} run_list;
+
+static void append(run_list *list, rt_run run) {
+    if (list->count < list->capacity) list->runs[list->count] = run;
+    list->count++;
+}
+
+// The run of a rank that begins at a local token; it exists, because the runs fill the local tokens. The search starts
+// at `guess`, which is already right when the runs are listed in local order.
+static const rt_run *run_at(const rt_run *runs, int64_t num_runs, int64_t local_begin, int64_t guess) {
+    while (runs[guess].local_begin != local_begin) guess = (guess + 1) % num_runs;
+    return &runs[guess];
+}
+
+// Append the keys of key_rank that are attended, as the fewest possible runs in local order, and return the pairs.
+static int64_t append_needed(const parts *x, int64_t key_rank, const int32_t *below, run_list *list,
+                             rt_transfer *keys) {
+    const rt_plan_params *p = x->p;
+    const int64_t num_runs = p->run_offsets[key_rank + 1] - p->run_offsets[key_rank];
+    const rt_run *const runs = num_runs > 0 ? p->runs + p->run_offsets[key_rank] : NULL;
+    keys->num_keys = 0, keys->first_run = list->count;
+    // `piece` is the run being grown. A key that does not continue it, because a key in between is not needed or a run
+    // of the layout ended, starts a new one.
     rt_run piece = {0, 1, 0, 0};
-    int64_t count = 0, pairs = 0, local = 0;
-    for (int64_t r = 0; r < keys.num_runs; r++) {
-        const rt_run *run = run_at(&keys, local, r);
-        for (int64_t j = 0; j < run->length; j++, local++) {
-            const int64_t g = run->global_begin + j * run->stride;
-            const int64_t place = place_of(below, g, num_counts);
-            const int64_t num_queries = place < 0 ? -1 : attended[place];
-            if (num_queries < 0 || num_queries > most_queries) return RT_BAD_PLAN;
+    int64_t pairs = 0, local = 0;
+    for (int64_t r = 0; r < num_runs; r++) {
+        const rt_run *run = run_at(runs, num_runs, local, r);
+        for (int64_t j = 0, g = run->global_begin; j < run->length; j++, local++, g += run->stride) {
+            const int64_t num_queries = x->attended[below == NULL ? g : below[g]];
             if (num_queries == 0) continue;
             pairs += num_queries;
             const bool continues = piece.length > 0 && piece.stride == run->stride &&
                                    piece.local_begin + piece.length == local &&
                                    g - piece.global_begin == piece.length * piece.stride; // cannot overflow
             if (!continues) {
+                if (piece.length > 0) append(list, piece);
                 piece = (rt_run){.global_begin = g, .stride = run->stride, .local_begin = local};
-                count++;
             }
             piece.length++;
-            if (count <= capacity) needed[count - 1] = piece;
+            keys->num_keys++;
         }
     }
-    *num_needed = count;
-    *num_pairs = pairs;
-    return count <= capacity ? RT_OK : RT_CAPACITY;
+    if (piece.length > 0) append(list, piece);
+    keys->num_runs = list->count - keys->first_run;
+    return pairs;
 }
+
+// The runs that append_needed found become those of rows: of the owner's k, and of the message. Returns whether these
+// are the same.
+static bool to_rows(rt_run *runs, const rt_transfer *keys) {
+    bool same = true;
+    int64_t row = 0;
+    for (int64_t r = 0; r < keys->num_runs; r++) {
+        rt_run *const run = &runs[keys->first_run + r];
+        same &= run->local_begin == row;
+        *run = (rt_run){run->local_begin, 1, row, run->length};
+        row += run->length;
+    }
+    return same;
+}
+
+// From the runs that append_needed found of one owner or all: `block`, the runs of the round, in the order of positions
+// if there is a table; and in place of those found, their rows in the block, and in the message of their owner.
+//   table (S + 1) scratch, or NULL: the order in which they were found
+static void lay_block(rt_run *found, int64_t num_runs, rt_run *block, int32_t *table, int64_t seq_len) {
+    if (table != NULL) {
+        memset(table, 0, (size_t)(seq_len + 1) * sizeof(*table));
+        for (int64_t r = 0; r < num_runs; r++) table[found[r].global_begin] = (int32_t)r + 1;
+    }
+    int64_t row = 0, placed = 0;
+    for (int64_t at = 0; placed < num_runs; at++) {
+        const int64_t r = table == NULL ? at : table[at] - (int64_t)1;
+        if (r < 0) continue;
+        block[placed++] = (rt_run){found[r].global_begin, found[r].stride, row, found[r].length};
+        found[r].global_begin = row, found[r].stride = 1;
+        row += found[r].length;
+    }
+}
+
+// Returns whether the rows of the block are those of the message, which are written here.
+static bool count_rows(rt_run *runs, const rt_transfer *keys) {
+    bool same = true;
+    int64_t row = 0;
+    for (int64_t r = keys->first_run; r < keys->first_run + keys->num_runs; r++) {
+        same &= runs[r].global_begin == row;
+        runs[r].local_begin = row;
+        row += runs[r].length;
+    }
+    return same;
+}
+
+static rt_status check_rank_plan(const rt_rank_plan *plan) {
+    if (plan == NULL) return RT_BAD_POINTER;
+    if (plan->capacity < 0) return RT_BAD_SHAPE;
+    if (!rt_array_fits(1, &plan->capacity, NULL, sizeof(*plan->runs))) return RT_TOO_LARGE;
+    const bool points = rt_points_to(plan->rounds, sizeof(int64_t)) && rt_points_to(plan->incoming, sizeof(int64_t)) &&
+                        rt_points_to(plan->outgoing, sizeof(int64_t)) &&
+                        (plan->capacity == 0 || rt_points_to(plan->runs, sizeof(int64_t)));
+    return points ? RT_OK : RT_BAD_POINTER;
+}
+
+rt_status rt_plan_rank(const rt_plan_params *p, int64_t rank, bool at_once, rt_rank_plan *plan) {
+    parts x;
+    rt_status status = open_workspace(p, &x);
+    if (status == RT_OK) status = check_rank_plan(plan);
+    if (status != RT_OK) return status;
+    const int64_t W = p->num_ranks;
+    if (rank < 0 || rank >= W) return RT_BAD_RANK;
+    run_list list = {plan->runs, plan->capacity, 0};
+    for (int64_t i = 0; i < (at_once ? 1 : W); i++) plan->rounds[i] = (rt_round){.in_place = i == 0};
+
+    // What this rank attends, of each rank.
+    status = count_attended(&x, rank, -1);
+    for (int64_t i = 0; status == RT_OK && i < W; i++) {
+        rt_round *const round = &plan->rounds[at_once ? 0 : i];
+        rt_transfer *const keys = &plan->incoming[i];
+        keys->rank = at_once ? i : (rank - i + W) % W;
+        round->num_pairs += append_needed(&x, keys->rank, NULL, &list, keys);
+        round->num_keys += keys->num_keys, round->num_runs += keys->num_runs;
+        if (keys->rank != rank && keys->num_keys > 0) round->in_place = false;
+    }
+    // What each rank attends of this one's keys. Only these are counted: all S positions for W ranks would take O(W S).
+    count_below(&x, rank);
+    for (int64_t i = 0; status == RT_OK && i < W; i++) {
+        rt_transfer *const keys = &plan->outgoing[i];
+        *keys = (rt_transfer){.rank = at_once ? i : (rank + i) % W};
+        if (keys->rank == rank && !at_once) continue; // they stay where they are
+        status = count_attended(&x, keys->rank, rank);
+        append_needed(&x, rank, x.below, &list, keys);
+        if (keys->rank != rank && keys->num_keys > 0) plan->rounds[at_once ? 0 : i].in_place = false;
+    }
+    if (status != RT_OK) return status;
+
+    for (int64_t i = 0; i < (at_once ? 1 : W); i++) {
+        rt_round *const round = &plan->rounds[i];
+        const int64_t found = plan->incoming[i].first_run;
+        round->first_run = round->in_place ? found : list.count;
+        if (round->in_place) continue;
+        list.count += round->num_runs;
+        if (list.count <= list.capacity && round->num_runs > 0)
+            lay_block(list.runs + found, round->num_runs, list.runs + round->first_run, at_once ? x.below : NULL,
+                      p->seq_len);
+    }
+    plan->num_runs = list.count;
+    if (list.count > list.capacity) return RT_CAPACITY;
+    for (int64_t i = 0; i < W; i++) {
+        rt_transfer *const in = &plan->incoming[i], *const out = &plan->outgoing[i];
+        if (plan->rounds[at_once ? 0 : i].in_place) in->num_keys = in->num_runs = out->num_keys = out->num_runs = 0;
+        in->is_head = count_rows(list.runs, in), out->is_head = to_rows(list.runs, out);
+    }
+    return RT_OK;
+}
+
+rt_status rt_plan_counts(const rt_plan_params *p, int64_t *keys, int64_t *pairs) {
+    parts x;
+    rt_status status = open_workspace(p, &x);
+    if (status != RT_OK) return status;
+    const int64_t W = p->num_ranks;
+    if (!rt_points_to(keys, sizeof(*keys)) || !rt_points_to(pairs, sizeof(*pairs))) return RT_BAD_POINTER;
+    for (int64_t query_rank = 0; query_rank < W; query_rank++) {
+        status = count_attended(&x, query_rank, -1);
+        if (status != RT_OK) return status;
+        for (int64_t key_rank = 0, at = query_rank * W; key_rank < W; key_rank++, at++) {
+            keys[at] = pairs[at] = 0;
+            for (int64_t r = p->run_offsets[key_rank]; r < p->run_offsets[key_rank + 1]; r++) {
+                const rt_run run = p->runs[r];
+                for (int64_t j = 0; j < run.length; j++) {
+                    const int64_t num_queries = x.attended[run.global_begin + j * run.stride];
+                    keys[at] += num_queries > 0, pairs[at] += num_queries;
+                }
+            }
+        }
+    }
+    return RT_OK;
+}
+
+// ---- digest --------------------------------------------------------------------------------------
 
 // Multiplication by an odd number and h ^ (h >> n) are both bijections of 64 bits, so arrays that differ in one word
 // never collide. A word's place counts, because every later word multiplies it again.

@@ -10,6 +10,10 @@ using namespace ringtile;
 
 // ---- layouts and plans -------------------------------------------------------------------------
 
+Tensor on_host(const std::vector<int64_t> &sizes, ScalarType dtype) {
+    return torch::stable::empty(sizes, dtype, std::nullopt, Device(torch::headeronly::DeviceType::CPU));
+}
+
 // A (R, 5) tensor whose rows are (rank, run), rank after rank, as runs and the offset of each rank's first.
 struct LayoutArg {
     std::vector<rt_run> runs;
@@ -41,111 +45,68 @@ void layout_check(const Tensor &layout, int64_t seq_len, int64_t world_size) {
     check(rt_layout_check(arg.runs.data(), arg.offsets.data(), world_size, seq_len, places.data()), op);
 }
 
-// What rt_plan_attended counts, of a mask with two sides: begin and end of p are followed by those of the keys.
-struct TwoSides {
-    const rt_plan_params &p;
-    std::vector<std::vector<int32_t>> positions; // of each rank, rising
+// A mask and a layout. begin, end: (rows, S), or (2, rows, S), of the queries, then of the keys.
+struct PlanArg {
+    const LayoutArg layout;
+    Tensor workspace;
+    rt_plan_params p;
 
-    TwoSides(const rt_plan_params &p, bool two_sides) : p(p), positions(two_sides ? p.num_ranks : 0) {
-        if (!two_sides) return;
-        std::vector<int32_t> rank_of(static_cast<size_t>(p.seq_len));
-        for (int64_t rank = 0; rank < p.num_ranks; ++rank)
-            for (int64_t r = p.run_offsets[rank]; r < p.run_offsets[rank + 1]; ++r)
-                for (int64_t j = 0; j < p.runs[r].length; ++j)
-                    rank_of[p.runs[r].global_begin + j * p.runs[r].stride] = static_cast<int32_t>(rank);
-        for (int64_t position = 0; position < p.seq_len; ++position)
-            positions[rank_of[position]].push_back(static_cast<int32_t>(position));
-    }
-    // key_rank -1: the keys of all ranks.
-    void attended(int64_t query_rank, int64_t key_rank, std::vector<int64_t> &attended) const {
-        const std::vector<int32_t> &queries = positions[query_rank];
-        const int64_t num_queries = static_cast<int64_t>(queries.size());
-        const int64_t num_keys = key_rank < 0 ? p.seq_len : static_cast<int64_t>(positions[key_rank].size());
-        std::vector<int32_t> scratch(static_cast<size_t>(rt_meetings_scratch_len(num_keys, num_queries)));
-        std::vector<int64_t> of_row(static_cast<size_t>(num_keys) + 1);
-        std::fill(attended.begin(), attended.end(), 0);
-        for (int64_t row = 0; row < p.mask_batch; ++row) {
-            const int64_t of_queries = row * p.seq_len, of_keys = (p.mask_batch + row) * p.seq_len;
-            const rt_meetings_params meetings = {
-                p.seq_len,          num_keys,
-                num_queries,        key_rank < 0 ? nullptr : positions[key_rank].data(),
-                queries.data(),     p.begin + of_keys,
-                p.end + of_keys,    p.begin + of_queries,
-                p.end + of_queries, 0};
-            check(rt_meetings(&meetings, of_row.data(), nullptr, nullptr, scratch.data()), "plan");
-            for (int64_t key = 0; key < num_keys; ++key) attended[key] += of_row[key];
-        }
+    PlanArg(const Tensor &begin, const Tensor &end, const Tensor &layout_rows, const char *op)
+        : layout(layout_rows, op) {
+        Arg{op, "begin", begin}.on_cpu().dtype(ScalarType::Int).contiguous();
+        const bool two_sides = begin.dim() == 3;
+        if (two_sides)
+            Arg{op, "begin", begin}.sizes({2, begin.size(1), begin.size(2)});
+        else
+            Arg{op, "begin", begin}.dim(2);
+        const int64_t rows = begin.size(begin.dim() - 2), S = begin.size(begin.dim() - 1);
+        Arg{op, "end", end}.on_cpu().dtype(ScalarType::Int).contiguous();
+        Arg{op, "end", end}.sizes(two_sides ? std::vector<int64_t>{2, rows, S} : std::vector<int64_t>{rows, S});
+        p = {};
+        p.num_ranks = layout.num_ranks(), p.seq_len = S, p.mask_batch = rows;
+        p.runs = layout.runs.data(), p.run_offsets = layout.offsets.data();
+        p.begin = Arg{op, "begin", begin}.data<const int32_t>(), p.end = Arg{op, "end", end}.data<const int32_t>();
+        if (two_sides) p.key_begin = p.begin + rows * S, p.key_end = p.end + rows * S;
+        p.workspace_bytes = rt_plan_workspace_bytes(&p);
+        workspace = on_host({p.workspace_bytes}, ScalarType::Byte); // torch aligns to 64 bytes
+        p.workspace = workspace.data_ptr();
     }
 };
 
-// needed (M, 6): query rank, key rank, run; pairs (W, W): [query rank][key rank]. rank -1: for all pairs of ranks;
-// otherwise for those that include the rank, and the rest of pairs is 0.
-// begin, end (rows, S), or (2, rows, S): of the queries, then of the keys.
-std::tuple<Tensor, Tensor> plan(const Tensor &begin, const Tensor &end, const Tensor &layout, int64_t rank) {
-    const char *op = "plan";
-    Arg{op, "begin", begin}.on_cpu().dtype(ScalarType::Int).contiguous();
-    const bool two_sides = begin.dim() == 3;
-    if (two_sides)
-        Arg{op, "begin", begin}.sizes({2, begin.size(1), begin.size(2)});
-    else
-        Arg{op, "begin", begin}.dim(2);
-    const int64_t rows_of_mask = begin.size(begin.dim() - 2), S = begin.size(begin.dim() - 1);
-    Arg{op, "end", end}.on_cpu().dtype(ScalarType::Int).contiguous();
-    Arg{op, "end", end}.sizes(two_sides ? std::vector<int64_t>{2, rows_of_mask, S}
-                                        : std::vector<int64_t>{rows_of_mask, S});
-    const LayoutArg arg(layout, op);
-    const int64_t W = arg.num_ranks();
-    layout_check(layout, S, W);
-    require(rank >= -1 && rank < W, op, "rank is ", rank, ", expected one of ", W, " ranks, or -1 for all");
-    const rt_plan_params p = {W,
-                              S,
-                              rows_of_mask,
-                              arg.runs.data(),
-                              arg.offsets.data(),
-                              Arg{op, "begin", begin}.data<const int32_t>(),
-                              Arg{op, "end", end}.data<const int32_t>()};
-    const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
-    Tensor pairs = torch::stable::empty({W, W}, ScalarType::Long, std::nullopt, cpu);
-    auto *pair = static_cast<int64_t *>(pairs.data_ptr());
-    std::fill(pair, pair + W * W, 0);
-
-    std::vector<int64_t> attended(static_cast<size_t>(S) + 1);
-    std::vector<rt_run> runs(arg.runs.size());
-    std::vector<int64_t> rows; // (M, 6) flat
-    const auto add = [&](int64_t query_rank, int64_t key_rank, const int32_t *below) {
-        const auto fill = [&](int64_t *count) {
-            return rt_plan_needed(&p, key_rank, below, attended.data(), runs.data(), static_cast<int64_t>(runs.size()),
-                                  count, &pair[query_rank * W + key_rank]);
-        };
-        int64_t count = 0;
-        rt_status status = fill(&count);
-        if (status == RT_CAPACITY) {
-            runs.resize(static_cast<size_t>(count));
-            status = fill(&count);
-        }
-        check(status, op);
-        for (int64_t i = 0; i < count; ++i)
-            rows.insert(rows.end(), {query_rank, key_rank, runs[i].global_begin, runs[i].stride, runs[i].local_begin,
-                                     runs[i].length});
-    };
-    // Against the queries of another rank, counts only the rank's own keys: all S positions for each of W ranks would
-    // take O(W S).
-    std::vector<int32_t> below(rank < 0 ? 0 : static_cast<size_t>(S) + 1);
-    if (rank >= 0) check(rt_plan_below(&p, rank, below.data()), op);
-    const TwoSides both(p, two_sides);
-    for (int64_t query_rank = 0; query_rank < W; ++query_rank) {
-        const bool all_keys = rank < 0 || query_rank == rank;
-        if (two_sides)
-            both.attended(query_rank, all_keys ? -1 : rank, attended);
-        else
-            check(rt_plan_attended(&p, query_rank, all_keys ? nullptr : below.data(), attended.data()), op);
-        for (int64_t key_rank = 0; key_rank < W; ++key_rank)
-            if (all_keys || key_rank == rank) add(query_rank, key_rank, all_keys ? nullptr : below.data());
+// Of one rank, or of all pairs of ranks. rounds (1 or W, 5), transfers (2, W, 5): incoming and outgoing, runs (M, 4),
+// as the fields of rt_round, rt_transfer and rt_run.
+std::tuple<Tensor, Tensor, Tensor> plan_rank(const Tensor &begin, const Tensor &end, const Tensor &layout, int64_t rank,
+                                             bool at_once) {
+    const char *op = "plan_rank";
+    const PlanArg arg(begin, end, layout, op);
+    const int64_t W = arg.p.num_ranks;
+    require(rank >= 0 && rank < W, op, "rank is ", rank, ", expected one of ", W, " ranks");
+    static_assert(sizeof(rt_round) == 5 * sizeof(int64_t) && sizeof(rt_transfer) == 5 * sizeof(int64_t));
+    const Tensor rounds = on_host({at_once ? 1 : W, 5}, ScalarType::Long);
+    const Tensor transfers = on_host({2, W, 5}, ScalarType::Long);
+    auto *incoming = static_cast<rt_transfer *>(transfers.data_ptr());
+    std::vector<rt_run> found(4 * arg.layout.runs.size()); // as many as there often are
+    rt_rank_plan plan = {static_cast<rt_round *>(rounds.data_ptr()), incoming, incoming + W, nullptr, 0, 0};
+    rt_status status = RT_CAPACITY;
+    for (int i = 0; i < 2 && status == RT_CAPACITY; ++i) {
+        found.resize(std::max(found.size(), static_cast<size_t>(plan.num_runs)));
+        plan.runs = found.data(), plan.capacity = static_cast<int64_t>(found.size());
+        status = rt_plan_rank(&arg.p, rank, at_once, &plan);
     }
-    Tensor needed =
-        torch::stable::empty({static_cast<int64_t>(rows.size()) / 6, 6}, ScalarType::Long, std::nullopt, cpu);
-    std::copy(rows.begin(), rows.end(), static_cast<int64_t *>(needed.data_ptr()));
-    return {needed, pairs};
+    check(status, op);
+    const Tensor runs = on_host({plan.num_runs, 4}, ScalarType::Long);
+    std::copy(plan.runs, plan.runs + plan.num_runs, static_cast<rt_run *>(runs.data_ptr()));
+    return {rounds, transfers, runs};
+}
+
+// keys, pairs (W, W): [query rank][key rank].
+std::tuple<Tensor, Tensor> plan_counts(const Tensor &begin, const Tensor &end, const Tensor &layout) {
+    const PlanArg arg(begin, end, layout, "plan_counts");
+    const Tensor keys = on_host({arg.p.num_ranks, arg.p.num_ranks}, ScalarType::Long);
+    const Tensor pairs = on_host({arg.p.num_ranks, arg.p.num_ranks}, ScalarType::Long);
+    check(rt_plan_counts(&arg.p, static_cast<int64_t *>(keys.data_ptr()), static_cast<int64_t *>(pairs.data_ptr())),
+          "plan_counts");
+    return {keys, pairs};
 }
 
 // begin, end, key_begin, key_end (rows, S): of a query, and of a key. counts int64 (rows, S): the keys of each query;
@@ -159,10 +120,8 @@ std::tuple<Tensor, Tensor, Tensor> mask_hulls(const Tensor &begin, const Tensor 
         {"end", &end}, {"key_begin", &key_begin}, {"key_end", &key_end}};
     for (const auto &[name, x] : others)
         Arg{op, name, *x}.on_cpu().dtype(ScalarType::Int).contiguous().sizes({rows, S});
-    const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
-    Tensor counts = torch::stable::empty({rows, S}, ScalarType::Long, std::nullopt, cpu);
-    Tensor first = torch::stable::empty({rows, S}, ScalarType::Int, std::nullopt, cpu);
-    Tensor after = torch::stable::empty({rows, S}, ScalarType::Int, std::nullopt, cpu);
+    Tensor counts = on_host({rows, S}, ScalarType::Long);
+    Tensor first = on_host({rows, S}, ScalarType::Int), after = on_host({rows, S}, ScalarType::Int);
     std::vector<int32_t> scratch(static_cast<size_t>(rt_meetings_scratch_len(S, S)) + 1);
     const auto row_of = [&](const char *name, const Tensor &x, int64_t row) {
         return Arg{op, name, x}.data<const int32_t>() + row * S;
@@ -188,8 +147,7 @@ Tensor digest(const Tensor &begin, const Tensor &end, const Tensor &layout) {
         const int64_t num_bytes = part->numel() * static_cast<int64_t>(part->element_size());
         check(rt_digest(arg.on_cpu().contiguous().data(), num_bytes, value, &value), "digest");
     }
-    Tensor result = torch::stable::empty({1}, ScalarType::Long, std::nullopt,
-                                         torch::stable::Device(torch::headeronly::DeviceType::CPU));
+    Tensor result = on_host({1}, ScalarType::Long);
     *static_cast<int64_t *>(result.data_ptr()) = static_cast<int64_t>(value);
     return result;
 }
@@ -220,7 +178,8 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("shard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
     m.def("unshard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
     m.def("layout_check(Tensor layout, int seq_len, int world_size) -> ()");
-    m.def("plan(Tensor begin, Tensor end, Tensor layout, int rank) -> (Tensor, Tensor)");
+    m.def("plan_rank(Tensor begin, Tensor end, Tensor layout, int rank, bool at_once) -> (Tensor, Tensor, Tensor)");
+    m.def("plan_counts(Tensor begin, Tensor end, Tensor layout) -> (Tensor, Tensor)");
     m.def("mask_hulls(Tensor begin, Tensor end, Tensor key_begin, Tensor key_end, int last=0) -> (Tensor, Tensor, "
           "Tensor)");
     m.def("digest(Tensor begin, Tensor end, Tensor layout) -> Tensor");
@@ -248,7 +207,8 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
     m.impl("layout_check", TORCH_BOX(&layout_check));
-    m.impl("plan", TORCH_BOX(&plan));
+    m.impl("plan_rank", TORCH_BOX(&plan_rank));
+    m.impl("plan_counts", TORCH_BOX(&plan_counts));
     m.impl("mask_hulls", TORCH_BOX(&mask_hulls));
     m.impl("digest", TORCH_BOX(&digest));
 }

@@ -331,18 +331,28 @@ def layout_check(layout: Tensor, seq_len: int, world_size: int) -> None:
     _ops.layout_check(layout, seq_len, world_size)
 
 
-def plan(begin: Tensor, end: Tensor, layout: Tensor, rank: int = -1) -> tuple[Tensor, Tensor]:
-    """Return the keys that each rank needs from every other, for an interval mask over a layout.
+def plan_rank(begin: Tensor, end: Tensor, layout: Tensor, rank: int, at_once: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rounds of one rank, for an interval mask over a layout; sequence/plan.py makes objects of them.
 
     begin, end int32 (B or 1, S), or (2, B or 1, S), those of queries, then those of keys; layout int64 (R, 5), all on
-    the CPU. Returns needed int64 (M, 6), sorted rows of query
-    rank, key rank, global_begin, stride, local_begin, length; and pairs int64 (W, W), the unmasked (query, key) pairs
-    of two ranks, summed over the rows of the mask. rank: only the keys that this rank needs or provides, in O(S)
-    instead of O(W S) (times log S with two sides), and 0 in the rest of pairs; -1: all ranks.
+    the CPU. Returns int64: rounds (W, or 1 at once, 5), num_keys, num_pairs, first_run, num_runs, in_place; transfers
+    (2, W, 5), incoming and outgoing, rank, num_keys, first_run, num_runs, is_head; and all their runs (M, 4). O(S), and
+    times log S with two sides.
     """
     _check_on_cpu(begin, end, layout)
-    needed, pairs = _ops.plan(begin, end, layout, rank)
-    return needed, pairs
+    rounds, transfers, runs = _ops.plan_rank(begin, end, layout, rank, at_once)
+    return rounds, transfers, runs
+
+
+def plan_counts(begin: Tensor, end: Tensor, layout: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and pairs, int64 (W, W), by rank of the queries, then of the keys; arguments as of `plan_rank`.
+
+    keys: those of a rank that another attends. pairs: unmasked (query, key) pairs, summed over the rows of the mask.
+    O(W S), and times log S with two sides.
+    """
+    _check_on_cpu(begin, end, layout)
+    keys, pairs = _ops.plan_counts(begin, end, layout)
+    return keys, pairs
 
 
 def mask_hulls(
@@ -370,13 +380,17 @@ def _check_on_cpu(begin: Tensor, end: Tensor, layout: Tensor) -> None:
         arguments.check_on_cpu(name, x)
 
 
-def _plan_fake(begin: Tensor, end: Tensor, layout: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    num_needed = torch.library.get_ctx().new_dynamic_size()
+@torch.library.register_fake("ringtile::plan_rank")  # type: ignore[untyped-decorator]
+def _(begin: Tensor, end: Tensor, layout: Tensor, rank: int, at_once: bool) -> tuple[Tensor, Tensor, Tensor]:
+    world_size, num_runs = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
+    rounds = layout.new_empty(1 if at_once else world_size, 5)
+    return rounds, layout.new_empty(2, world_size, 5), layout.new_empty(num_runs, 4)
+
+
+@torch.library.register_fake("ringtile::plan_counts")  # type: ignore[untyped-decorator]
+def _(begin: Tensor, end: Tensor, layout: Tensor) -> tuple[Tensor, Tensor]:
     world_size = torch.library.get_ctx().new_dynamic_size()
-    return layout.new_empty(num_needed, 6), layout.new_empty(world_size, world_size)
-
-
-torch.library.register_fake("ringtile::plan", _plan_fake)
+    return layout.new_empty(world_size, world_size), layout.new_empty(world_size, world_size)
 
 
 @torch.library.register_fake("ringtile::digest")  # type: ignore[untyped-decorator]

@@ -90,7 +90,8 @@ OPCHECK_CASES = {
     "shard_seq": lambda: (torch.randn(2, 8, 3, requires_grad=True), [6, 1, 0, 2, 0, 1, 2, 2], 1),
     "unshard_seq": lambda: (torch.randn(2, 4, 3), [6, 1, 0, 2, 0, 1, 2, 2], 1, 8),
     "layout_check": lambda: (TWO_HALVES, 8, 2),
-    "plan": lambda: (*causal(8), TWO_HALVES, 0),
+    "plan_rank": lambda: (*causal(8), TWO_HALVES, 0, False),
+    "plan_counts": lambda: (*causal(8), TWO_HALVES),
     "digest": lambda: (*causal(8), TWO_HALVES),
     "mask_hulls": lambda: (*causal(8), *causal(8)),
     "glu_fwd": lambda: (torch.randn(3, 5), torch.randn(3, 5), 0),
@@ -231,7 +232,9 @@ def test_attention_ops_refuse_malformed_intervals_of_keys(change: dict[str, obje
 )
 def test_plan_refuses_masks_of_no_two_sides(begin: Tensor, end: Tensor, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.ringtile.plan(begin, end, TWO_HALVES, -1)
+        torch.ops.ringtile.plan_rank(begin, end, TWO_HALVES, 0, False)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.ringtile.plan_counts(begin, end, TWO_HALVES)
 
 
 @pytest.mark.parametrize(

@@ -281,29 +281,30 @@ static void try_plan(uint64_t *state) {
         begin[i] = (int32_t)(random_int(state, 0, 9) ? random_int(state, -2, S + 2) : hostile(state, 0));
         end[i] = (int32_t)(random_int(state, 0, 9) ? random_int(state, -2, S + 2) : hostile(state, 0));
     }
-    rt_plan_params p = {l.num_ranks, S, rows, NULL, NULL, begin, end};
-    int64_t query_rank = random_int(state, 0, l.num_ranks - 1), key_rank = random_int(state, 0, l.num_ranks - 1);
-    int64_t capacity = random_int(state, 0, S);
-    bool valid = true, lie_below = false, lie_attended = false, no_params = false;
+    const bool two_sides = random_int(state, 0, 1);
+    rt_plan_params p = {.num_ranks = l.num_ranks, .seq_len = S, .mask_batch = rows, .begin = begin, .end = end};
+    if (two_sides) p.key_begin = end, p.key_end = begin; // any numbers do
+    int64_t rank = random_int(state, 0, l.num_ranks - 1), capacity = random_int(state, 0, 3 * S);
+    bool valid = true, no_params = false, small_workspace = false;
     rt_run *runs = exactly(l.runs, (size_t)num_runs * sizeof(*runs));
     int64_t *offsets = exactly(l.run_offsets, (size_t)(l.num_ranks + 1) * sizeof(*offsets));
     p.runs = runs, p.run_offsets = offsets;
     for (int64_t times = random_int(state, 0, 2); times > 0; times--) {
         valid = false;
-        const int64_t kind = random_int(state, 0, 14), rank = random_int(state, 0, l.num_ranks);
+        const int64_t kind = random_int(state, 0, 14), of = random_int(state, 0, l.num_ranks);
         if (kind == 0) p.num_ranks = random_int(state, -2, l.num_ranks);
         if (kind == 1) p.seq_len = random_int(state, 0, 1) ? random_int(state, -2, S) : hostile(state, S);
         if (kind == 2) p.mask_batch = random_int(state, 0, 1) ? random_int(state, -2, rows) : hostile(state, rows);
-        if (kind == 3) query_rank = hostile(state, query_rank);
-        if (kind == 4) key_rank = hostile(state, key_rank);
+        if (kind == 3) rank = hostile(state, rank);
+        if (kind == 4) small_workspace = true;
         if (kind == 5) capacity = random_int(state, -2, S);
         if (kind == 6) p.runs = NULL;
         if (kind == 7) p.run_offsets = NULL;
         if (kind == 8) p.begin = NULL;
-        if (kind == 9) lie_below = true;
-        if (kind == 10) lie_attended = true;
+        if (kind == 9) p.end = NULL;
+        if (kind == 10) p.key_begin = two_sides ? NULL : begin;
         if (kind == 11) no_params = random_int(state, 0, 3) == 0;
-        if (kind == 12) offsets[rank] = hostile(state, offsets[rank]);
+        if (kind == 12) offsets[of] = hostile(state, offsets[of]);
         if (kind > 12) spoil_run(state, runs, num_runs);
     }
     for (int64_t r = 0; r <= l.num_ranks; r++)
@@ -313,30 +314,28 @@ static void try_plan(uint64_t *state) {
     const wide intervals = forbidden ? 0 : (wide)p.mask_batch * p.seq_len;
     const bool more = p.seq_len > S || p.mask_batch > rows;
     if (intervals * 4 > MOST_BYTES || intervals * p.seq_len > INT64_MAX) forbidden = true;
-    if (intervals > 0 && p.begin == NULL) forbidden = true;
+    if (intervals > 0 && (p.begin == NULL || p.end == NULL || (p.key_begin == NULL) != (p.key_end == NULL)))
+        forbidden = true;
     if (!forbidden && more) { // the mask has no such rows
         num_skipped++;
     } else {
-        const size_t most = (size_t)S + 1;
-        int32_t *below = must_alloc(most * sizeof(*below));
-        int64_t *attended = must_alloc(most * sizeof(*attended)), num_needed = 0, num_pairs = 0;
-        rt_run *needed = must_alloc((size_t)(capacity > 0 ? capacity : 0) * sizeof(*needed));
         const rt_plan_params *given = no_params ? NULL : &p;
+        const int64_t num_bytes = rt_plan_workspace_bytes(given);
+        if (num_bytes > 0) p.workspace = aligned_alloc(64, (size_t)num_bytes);
+        p.workspace_bytes = num_bytes - 64 * small_workspace;
+        if (small_workspace) forbidden = true;
+        const size_t W = (size_t)(l.num_ranks > p.num_ranks ? l.num_ranks : p.num_ranks);
+        rt_rank_plan plan = {.capacity = capacity};
+        plan.rounds = must_alloc(W * sizeof(rt_round)),
+        plan.runs = must_alloc((size_t)(capacity > 0 ? capacity : 0) * 32);
+        plan.incoming = must_alloc(W * sizeof(rt_transfer)), plan.outgoing = must_alloc(W * sizeof(rt_transfer));
+        int64_t *keys = must_alloc(W * W * sizeof(*keys)), *pairs = must_alloc(W * W * sizeof(*pairs));
         const verdict expected = forbidden ? FORBIDDEN : valid ? VALID : UNKNOWN;
-        memset(below, 0, most * sizeof(*below));
-        memset(attended, 0, most * sizeof(*attended));
-        const bool counted = judge("rt_plan_below", expected, rt_plan_below(given, key_rank, below));
-        for (size_t i = 0; lie_below && i < most; i++)
-            if (random_int(state, 0, 3) == 0) below[i] = (int32_t)hostile(state, below[i]);
-        // attended has room for S + 1 numbers: below may not promise more keys.
-        const int32_t *places = random_int(state, 0, 1) && counted && p.seq_len <= S ? below : NULL;
-        judge("rt_plan_attended", expected, rt_plan_attended(given, query_rank, places, attended));
-        for (size_t i = 0; lie_attended && i < most; i++)
-            if (random_int(state, 0, 3) == 0) attended[i] = hostile(state, attended[i]);
-        const rt_status status =
-            rt_plan_needed(given, key_rank, places, attended, needed, capacity, &num_needed, &num_pairs);
-        judge("rt_plan_needed", status == RT_CAPACITY ? UNKNOWN : expected, status);
-        free(below), free(attended), free(needed);
+        judge("rt_plan_counts", expected, rt_plan_counts(given, keys, pairs));
+        const rt_status status = rt_plan_rank(given, rank, random_int(state, 0, 1), &plan);
+        judge("rt_plan_rank", status == RT_CAPACITY ? UNKNOWN : expected, status);
+        free(p.workspace), free(plan.rounds), free(plan.runs), free(plan.incoming), free(plan.outgoing);
+        free(keys), free(pairs);
     }
     free(begin), free(end), free(runs), free(offsets);
 }

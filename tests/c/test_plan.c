@@ -3,10 +3,17 @@
 
 typedef struct mask {
     int64_t batch, seq_len;
-    int32_t *begin, *end; // (batch, S)
+    int32_t *begin, *end;         // (batch, S)
+    int32_t *key_begin, *key_end; // (batch, S), or NULL
 } mask;
 
-// Causal, documents, windows, noise (with bounds outside 0..S too, up to the ends of int32), or empty.
+// Somewhere near 0..S, now and then at the end of int32.
+static int32_t noise(uint64_t *state, int64_t seq_len) {
+    if (random_int(state, 0, 9) == 0) return random_int(state, 0, 1) ? INT32_MIN : INT32_MAX;
+    return (int32_t)random_int(state, -5, seq_len + 5);
+}
+
+// Causal, documents, windows, noise, or empty; half of them with a second side of noise.
 static mask random_mask(uint64_t *state, int64_t seq_len) {
     mask m = {.batch = random_int(state, 1, 3), .seq_len = seq_len};
     const size_t num_bytes = (size_t)(m.batch * seq_len) * sizeof(int32_t);
@@ -22,222 +29,304 @@ static mask random_mask(uint64_t *state, int64_t seq_len) {
             *begin = kind == 2 ? i - window : document;
             *end = i + 1;
             if (kind == 3) {
-                *begin = (int32_t)random_int(state, -5, seq_len + 5);
-                *end = (int32_t)random_int(state, -5, seq_len + 5);
-                if (random_int(state, 0, 9) == 0) *begin = INT32_MIN;
-                if (random_int(state, 0, 9) == 0) *end = random_int(state, 0, 1) ? INT32_MIN : INT32_MAX;
+                *begin = noise(state, seq_len);
+                *end = noise(state, seq_len);
             }
             if (kind == 4) *end = *begin;
         }
+    }
+    if (random_int(state, 0, 1)) return m;
+    m.key_begin = must_alloc(num_bytes), m.key_end = must_alloc(num_bytes);
+    for (int64_t i = 0; i < m.batch * seq_len; i++) {
+        m.key_begin[i] = random_int(state, 0, 1) ? 0 : noise(state, seq_len);
+        m.key_end[i] = random_int(state, 0, 1) ? (int32_t)seq_len : noise(state, seq_len);
     }
     return m;
 }
 
 static bool attends(const mask *m, int64_t b, int64_t query, int64_t key) {
-    return m->begin[b * m->seq_len + query] <= key && key < m->end[b * m->seq_len + query];
+    const int64_t at = b * m->seq_len;
+    if (m->begin[at + query] > key || key >= m->end[at + query]) return false;
+    return m->key_begin == NULL || (m->key_begin[at + key] <= query && query < m->key_end[at + key]);
 }
 
-static int64_t *positions_of(const layout *l, int64_t rank) {
-    const int64_t local_len = local_len_of(l, rank);
-    int64_t *positions = must_alloc((size_t)local_len * sizeof(*positions));
-    const int64_t first = l->run_offsets[rank];
-    CHECK_STATUS(rt_runs_positions(l->runs + first, l->run_offsets[rank + 1] - first, positions, local_len), RT_OK);
-    return positions;
+// What rank `query_rank` attends, query by query: attended[j], over all rows, of global position j.
+static void attended_by(const layout *l, const mask *m, int64_t query_rank, int64_t *attended) {
+    memset(attended, 0, (size_t)m->seq_len * sizeof(*attended));
+    for (int64_t r = l->run_offsets[query_rank]; r < l->run_offsets[query_rank + 1]; r++)
+        for (int64_t i = 0; i < l->runs[r].length; i++)
+            for (int64_t b = 0; b < m->batch; b++)
+                for (int64_t key = 0; key < m->seq_len; key++)
+                    attended[key] += attends(m, b, l->runs[r].global_begin + i * l->runs[r].stride, key);
 }
 
-// The needed runs hold exactly the attended keys, in local order, and no two of them could be one run.
-static void check_needed(const rt_run *needed, int64_t num_needed, const int64_t *keys, int64_t num_keys,
-                         const int64_t *attended) {
-    int64_t local = 0;
-    bool exact = true, maximal = true;
-    for (int64_t r = 0; r < num_needed; r++) {
-        const rt_run run = needed[r];
-        for (; local < run.local_begin; local++) exact &= !attended[keys[local]];
-        exact &= run.length >= 1 && run.stride >= 1 && run.local_begin + run.length <= num_keys;
-        for (int64_t j = 0; exact && j < run.length; j++, local++)
-            exact &= attended[keys[local]] > 0 && keys[local] == run.global_begin + j * run.stride;
-        if (r == 0) continue;
-        const rt_run before = needed[r - 1];
-        maximal &= before.stride != run.stride || before.local_begin + before.length != run.local_begin ||
-                   before.global_begin + before.length * before.stride != run.global_begin;
+// The keys of a rank that are attended, each a run of its own, in local order; then those that continue each other are
+// joined. Returns how many runs there are, and adds up keys and pairs.
+static int64_t needed_of(const layout *l, int64_t key_rank, const int64_t *attended, rt_run *needed, int64_t *num_keys,
+                         int64_t *num_pairs) {
+    int64_t count = 0;
+    for (int64_t local = 0; local < local_len_of(l, key_rank); local++) {
+        const rt_run *run = &l->runs[l->run_offsets[key_rank]];
+        while (local < run->local_begin || local >= run->local_begin + run->length) run++;
+        const int64_t position = run->global_begin + (local - run->local_begin) * run->stride;
+        if (attended[position] == 0) continue;
+        ++*num_keys, *num_pairs += attended[position];
+        rt_run *last = count > 0 ? &needed[count - 1] : NULL;
+        if (last != NULL && last->stride == run->stride && last->local_begin + last->length == local &&
+            last->global_begin + last->length * last->stride == position)
+            last->length++;
+        else
+            needed[count++] = (rt_run){position, run->stride, local, 1};
     }
-    for (; local < num_keys; local++) exact &= !attended[keys[local]];
-    CHECK(exact);
-    CHECK(maximal);
+    return count;
+}
+
+static bool equal_runs(const rt_run *a, const rt_run *b, int64_t num_runs) {
+    return num_runs == 0 || memcmp(a, b, (size_t)num_runs * sizeof(*a)) == 0;
+}
+
+// A workspace of exactly the size asked for, filled with what no count is.
+static void give_workspace(rt_plan_params *p) {
+    p->workspace_bytes = rt_plan_workspace_bytes(p);
+    CHECK(p->workspace_bytes > 0 && p->workspace_bytes % 64 == 0);
+    p->workspace = aligned_alloc(64, (size_t)p->workspace_bytes);
+    if (p->workspace == NULL) exit(1);
+    memset(p->workspace, 0xff, (size_t)p->workspace_bytes);
+}
+
+// The rows of a message are its runs one after another; those of the block or of k, in which each begins, as given.
+static void check_transfer(const rt_transfer *t, const rt_run *runs, const rt_run *needed, int64_t num_needed,
+                           const int64_t *rows) {
+    int64_t packed = 0;
+    bool head = true, exact = t->num_runs == num_needed;
+    for (int64_t r = 0; exact && r < num_needed; r++) {
+        const rt_run want = {rows[r], 1, packed, needed[r].length};
+        exact &= equal_runs(&runs[t->first_run + r], &want, 1);
+        head &= rows[r] == packed;
+        packed += needed[r].length;
+    }
+    CHECK(exact && t->num_keys == packed && t->is_head == head);
+}
+
+static void check_rank(const layout *l, const mask *m, const rt_plan_params *p, int64_t rank, bool at_once) {
+    const int64_t W = l->num_ranks, S = l->seq_len, num_rounds = at_once ? 1 : W;
+    rt_rank_plan plan = {0};
+    plan.rounds = must_alloc((size_t)num_rounds * sizeof(rt_round));
+    plan.incoming = must_alloc((size_t)W * sizeof(rt_transfer));
+    plan.outgoing = must_alloc((size_t)W * sizeof(rt_transfer));
+    rt_status status = rt_plan_rank(p, rank, at_once, &plan);
+    CHECK_STATUS(status, plan.num_runs > 0 ? RT_CAPACITY : RT_OK);
+    if (plan.num_runs > 1) { // one is too few
+        plan.capacity = plan.num_runs - 1;
+        plan.runs = must_alloc((size_t)plan.capacity * sizeof(*plan.runs));
+        CHECK_STATUS(rt_plan_rank(p, rank, at_once, &plan), RT_CAPACITY);
+        CHECK_INT(plan.num_runs, plan.capacity + 1);
+        free(plan.runs);
+    }
+    plan.capacity = plan.num_runs;
+    plan.runs = must_alloc((size_t)plan.capacity * sizeof(*plan.runs));
+    CHECK_STATUS(rt_plan_rank(p, rank, at_once, &plan), RT_OK);
+
+    int64_t *attended = must_alloc((size_t)S * sizeof(int64_t)), *rows = must_alloc((size_t)S * sizeof(int64_t));
+    rt_run *in = must_alloc((size_t)S * sizeof(*in)), *out = must_alloc((size_t)S * sizeof(*out));
+    for (int64_t i = 0; i < num_rounds; i++) {
+        const rt_round *round = &plan.rounds[i];
+        const rt_run *block = plan.runs + round->first_run;
+        int64_t num_in = 0, num_keys = 0, num_pairs = 0, firsts[MAX_RANKS + 1] = {0};
+        bool travels = false;
+        attended_by(l, m, rank, attended);
+        for (int64_t j = 0; j < (at_once ? W : 1); j++) {
+            const int64_t key_rank = at_once ? j : (rank - i + W) % W, before = num_keys;
+            CHECK_INT(plan.incoming[i + j].rank, key_rank);
+            num_in += needed_of(l, key_rank, attended, in + num_in, &num_keys, &num_pairs);
+            firsts[j + 1] = num_in;
+            travels |= key_rank != rank && num_keys > before;
+        }
+        for (int64_t other = 0; other < W; other++) {
+            int64_t num_sent = 0, unused = 0;
+            if (other == rank || !(at_once || other == (rank + i) % W)) continue;
+            attended_by(l, m, other, attended);
+            needed_of(l, rank, attended, out, &num_sent, &unused);
+            travels |= num_sent > 0;
+        }
+        CHECK(round->num_keys == num_keys && round->num_pairs == num_pairs && round->num_runs == num_in);
+        CHECK_INT(round->in_place, at_once ? !travels : i == 0);
+        if (round->in_place) CHECK(equal_runs(block, in, num_in));
+        // The block has the same runs, in as many rows, in the order of positions at once, else in local order.
+        int64_t row = 0;
+        bool exact = true;
+        for (int64_t r = 0; !round->in_place && r < num_in; row += block[r++].length) {
+            int64_t of = 0;
+            while (of < num_in && in[of].global_begin != block[r].global_begin) of++;
+            exact &= of < num_in && block[r].local_begin == row && block[r].stride == in[of].stride &&
+                     block[r].length == in[of].length;
+            exact &= at_once ? r == 0 || block[r - 1].global_begin < block[r].global_begin : of == r;
+            if (exact) rows[of] = row;
+        }
+        CHECK(exact);
+        for (int64_t j = 0; exact && j < (at_once ? W : 1); j++) {
+            const rt_transfer *incoming = &plan.incoming[i + j], *outgoing = &plan.outgoing[i + j];
+            const int64_t first = firsts[j], num = round->in_place ? 0 : firsts[j + 1] - first;
+            check_transfer(incoming, plan.runs, in + first, num, rows + first);
+            CHECK_INT(outgoing->rank, at_once ? j : (rank + i) % W);
+            attended_by(l, m, outgoing->rank, attended);
+            int64_t unused = 0, num_out = needed_of(l, rank, attended, out, &unused, &unused);
+            int64_t *of_k = must_alloc((size_t)S * sizeof(*of_k));
+            for (int64_t r = 0; r < num_out; r++) of_k[r] = out[r].local_begin;
+            check_transfer(outgoing, plan.runs, out, round->in_place ? 0 : num_out, of_k);
+            free(of_k);
+        }
+    }
+    free(plan.rounds), free(plan.incoming), free(plan.outgoing), free(plan.runs);
+    free(attended), free(rows), free(in), free(out);
+}
+
+static void check_counts(const layout *l, const mask *m, const rt_plan_params *p) {
+    const int64_t W = l->num_ranks;
+    int64_t *attended = must_alloc((size_t)l->seq_len * sizeof(*attended));
+    int64_t keys[MAX_RANKS * MAX_RANKS], pairs[MAX_RANKS * MAX_RANKS];
+    rt_run *needed = must_alloc((size_t)l->seq_len * sizeof(*needed));
+    CHECK_STATUS(rt_plan_counts(p, keys, pairs), RT_OK);
+    for (int64_t at = 0; at < W * W; at++) {
+        int64_t num_keys = 0, num_pairs = 0;
+        attended_by(l, m, at / W, attended);
+        needed_of(l, at % W, attended, needed, &num_keys, &num_pairs);
+        CHECK(keys[at] == num_keys && pairs[at] == num_pairs);
+    }
+    free(attended), free(needed);
 }
 
 static void check_plan(uint64_t *state, int64_t seq_len) {
     const layout l = random_layout(state, seq_len);
     const mask m = random_mask(state, seq_len);
-    const rt_plan_params p = {.num_ranks = l.num_ranks,
-                              .seq_len = seq_len,
-                              .mask_batch = m.batch,
-                              .runs = l.runs,
-                              .run_offsets = l.run_offsets,
-                              .begin = m.begin,
-                              .end = m.end};
-    const size_t counts_bytes = (size_t)(seq_len + 1) * sizeof(int64_t);
-    int64_t *attended = must_alloc(counts_bytes), *attended_of_rank = must_alloc(counts_bytes);
-    int64_t *want = must_alloc(counts_bytes);
-    int32_t *below = must_alloc((size_t)(seq_len + 1) * sizeof(*below));
-    rt_run *needed = must_alloc((size_t)seq_len * sizeof(*needed));
-    rt_run *needed_of_rank = must_alloc((size_t)seq_len * sizeof(*needed));
-
-    for (int64_t query_rank = 0; query_rank < l.num_ranks; query_rank++) {
-        const int64_t num_queries = local_len_of(&l, query_rank);
-        int64_t *queries = positions_of(&l, query_rank);
-        memset(want, 0, counts_bytes);
-        for (int64_t key = 0; key < seq_len; key++)
-            for (int64_t b = 0; b < m.batch; b++)
-                for (int64_t i = 0; i < num_queries; i++) want[key] += attends(&m, b, queries[i], key);
-        CHECK_STATUS(rt_plan_attended(&p, query_rank, NULL, attended), RT_OK);
-        CHECK(memcmp(attended, want, (size_t)seq_len * sizeof(*want)) == 0);
-
-        for (int64_t key_rank = 0; key_rank < l.num_ranks; key_rank++) {
-            const int64_t num_keys = local_len_of(&l, key_rank);
-            int64_t *keys = positions_of(&l, key_rank);
-            int64_t want_pairs = 0, num_needed, num_needed_of_rank, num_pairs;
-            for (int64_t j = 0; j < num_keys; j++) want_pairs += want[keys[j]];
-            CHECK_STATUS(rt_plan_needed(&p, key_rank, NULL, attended, needed, seq_len, &num_needed, &num_pairs), RT_OK);
-            CHECK_INT(num_pairs, want_pairs);
-            check_needed(needed, num_needed, keys, num_keys, attended);
-            int64_t counted = -1;
-            CHECK_STATUS(rt_plan_needed(&p, key_rank, NULL, attended, NULL, 0, &counted, &num_pairs),
-                         num_needed > 0 ? RT_CAPACITY : RT_OK);
-            CHECK_INT(counted, num_needed);
-
-            // The same result when only this rank's keys are counted.
-            CHECK_STATUS(rt_plan_below(&p, key_rank, below), RT_OK);
-            CHECK_INT(below[seq_len], num_keys);
-            CHECK_STATUS(rt_plan_attended(&p, query_rank, below, attended_of_rank), RT_OK);
-            CHECK_STATUS(rt_plan_needed(&p, key_rank, below, attended_of_rank, needed_of_rank, seq_len,
-                                        &num_needed_of_rank, &num_pairs),
-                         RT_OK);
-            CHECK_INT(num_pairs, want_pairs);
-            CHECK_INT(num_needed_of_rank, num_needed);
-            CHECK(memcmp(needed_of_rank, needed, (size_t)num_needed * sizeof(*needed)) == 0);
-            free(keys);
-        }
-        free(queries);
-    }
-    free(m.begin);
-    free(m.end);
-    free(attended);
-    free(attended_of_rank);
-    free(want);
-    free(below);
-    free(needed);
-    free(needed_of_rank);
+    rt_plan_params p = {.num_ranks = l.num_ranks,
+                        .seq_len = seq_len,
+                        .mask_batch = m.batch,
+                        .runs = l.runs,
+                        .run_offsets = l.run_offsets,
+                        .begin = m.begin,
+                        .end = m.end,
+                        .key_begin = m.key_begin,
+                        .key_end = m.key_end};
+    give_workspace(&p);
+    for (int64_t rank = 0; rank < l.num_ranks; rank++)
+        for (int at_once = 0; at_once < 2; at_once++) check_rank(&l, &m, &p, rank, at_once);
+    check_counts(&l, &m, &p);
+    free(m.begin), free(m.end), free(m.key_begin), free(m.key_end);
+    free(p.workspace);
 }
 
 static void test_random_plans_equal_the_oracle(void) {
     uint64_t state = 3;
-    for (int round = 0; round < 400; round++) check_plan(&state, random_int(&state, 0, 50));
-    for (int round = 0; round < 10; round++) check_plan(&state, random_int(&state, 150, 250));
+    for (int round = 0; round < 400; round++) check_plan(&state, random_int(&state, 0, 30));
+    for (int round = 0; round < 4; round++) check_plan(&state, random_int(&state, 100, 150));
 }
 
 // Rank 0 holds 0-3 and 12-15, rank 1 holds 4-11.
 static void test_causal_zigzag_over_two_ranks(void) {
-    const rt_run runs[] = {{0, 1, 0, 4}, {12, 1, 4, 4}, {4, 1, 0, 8}};
+    const rt_run layout_runs[] = {{0, 1, 0, 4}, {12, 1, 4, 4}, {4, 1, 0, 8}};
     int32_t begin[16] = {0}, end[16];
     for (int32_t i = 0; i < 16; i++) end[i] = i + 1;
-    const rt_plan_params p = {2, 16, 1, runs, (int64_t[]){0, 2, 3}, begin, end};
-    int64_t attended[17];
-    rt_run needed[2];
-    int64_t num_needed, num_pairs;
+    rt_plan_params p = {.num_ranks = 2, .seq_len = 16, .mask_batch = 1, .runs = layout_runs, .begin = begin};
+    p.run_offsets = (int64_t[]){0, 2, 3}, p.end = end;
+    give_workspace(&p);
+    rt_round rounds[2];
+    rt_transfer in[2], out[2];
+    rt_run runs[8];
+    rt_rank_plan plan = {rounds, in, out, runs, 8, 0};
+    CHECK_STATUS(rt_plan_rank(&p, 0, false, &plan), RT_OK);
+    CHECK(rounds[0].in_place && rounds[0].num_keys == 8 && rounds[0].num_runs == 2);
+    CHECK_INT(rounds[0].num_pairs, (1 + 2 + 3 + 4) + (13 + 14 + 15 + 16) - 4 * 8);
+    CHECK(!rounds[1].in_place && rounds[1].num_pairs == 4 * 8);
+    CHECK(equal_runs(&runs[rounds[1].first_run], &(rt_run){4, 1, 0, 8}, 1));
+    CHECK(in[1].rank == 1 && in[1].num_keys == 8 && in[1].is_head);
+    CHECK(out[1].rank == 1 && out[1].num_keys == 4 && out[1].is_head);
+    CHECK(equal_runs(&runs[out[1].first_run], &(rt_run){0, 1, 0, 4}, 1));
 
-    CHECK_STATUS(rt_plan_attended(&p, 1, NULL, attended), RT_OK);
-    for (int g = 0; g < 16; g++) CHECK_INT(attended[g], g < 4 ? 8 : g < 12 ? 12 - g : 0);
-    CHECK_STATUS(rt_plan_needed(&p, 0, NULL, attended, needed, 2, &num_needed, &num_pairs), RT_OK);
-    CHECK_INT(num_needed, 1);
-    CHECK(memcmp(&needed[0], &(rt_run){0, 1, 0, 4}, sizeof(rt_run)) == 0);
-    CHECK_INT(num_pairs, 8 * 4);
-
-    CHECK_STATUS(rt_plan_attended(&p, 0, NULL, attended), RT_OK);
-    CHECK_STATUS(rt_plan_needed(&p, 0, NULL, attended, needed, 2, &num_needed, &num_pairs), RT_OK);
-    CHECK_INT(num_needed, 2);
-    CHECK_INT(num_pairs, (1 + 2 + 3 + 4) + (13 + 14 + 15 + 16) - 4 * 8);
-}
-
-// Runs that continue each other, locally and globally, travel as one.
-static void test_runs_that_touch_are_merged(void) {
-    const rt_run runs[] = {{4, 2, 2, 2}, {0, 2, 0, 2}, {1, 2, 0, 4}};
-    const int32_t begin[8] = {0}, end[8] = {0, 8};
-    const rt_plan_params p = {2, 8, 1, runs, (int64_t[]){0, 2, 3}, begin, end};
-    int64_t attended[9];
-    rt_run needed;
-    int64_t num_needed, num_pairs;
-    CHECK_STATUS(rt_plan_attended(&p, 1, NULL, attended), RT_OK);
-    CHECK_STATUS(rt_plan_needed(&p, 0, NULL, attended, &needed, 1, &num_needed, &num_pairs), RT_OK);
-    CHECK_INT(num_needed, 1);
-    CHECK(memcmp(&needed, &(rt_run){0, 2, 0, 4}, sizeof(rt_run)) == 0);
-    CHECK_INT(num_pairs, 4);
+    CHECK_STATUS(rt_plan_rank(&p, 1, true, &plan), RT_OK); // the block: 0-3 of rank 0, its own 4-11
+    CHECK(!rounds[0].in_place && rounds[0].num_keys == 12 && rounds[0].num_runs == 2);
+    CHECK(equal_runs(&runs[rounds[0].first_run], ((rt_run[]){{0, 1, 0, 4}, {4, 1, 4, 8}}), 2));
+    CHECK(in[0].num_keys == 4 && in[0].is_head && in[1].num_keys == 8 && !in[1].is_head);
+    CHECK(equal_runs(&runs[in[1].first_run], &(rt_run){4, 1, 0, 8}, 1));
+    free(p.workspace);
 }
 
 static void test_plan_refuses_malformed_params(void) {
-    const rt_run runs[] = {{0, 1, 0, 4}, {4, 1, 0, 4}};
-    const int32_t begin[8] = {0}, end[8] = {0};
-    const rt_plan_params good = {2, 8, 1, runs, (int64_t[]){0, 1, 2}, begin, end};
-    int64_t attended[9];
-    int32_t below[9];
-    int64_t num_needed, num_pairs;
-    CHECK_STATUS(rt_plan_attended(&good, 1, NULL, attended), RT_OK);
+    const rt_run layout_runs[] = {{0, 1, 0, 4}, {4, 1, 0, 4}};
+    const int32_t begin[8] = {0}, end[8] = {8};
+    rt_plan_params good = {.num_ranks = 2, .seq_len = 8, .mask_batch = 1, .runs = layout_runs, .begin = begin};
+    good.run_offsets = (int64_t[]){0, 1, 2}, good.end = end;
+    give_workspace(&good);
+    int64_t keys[4], pairs[4];
+    rt_round rounds[2];
+    rt_transfer in[2], out[2];
+    rt_run runs[8];
+    const rt_rank_plan room = {rounds, in, out, runs, 8, 0};
+    rt_rank_plan plan = room;
+    CHECK_STATUS(rt_plan_rank(&good, 1, false, &plan), RT_OK);
+    CHECK_STATUS(rt_plan_counts(&good, keys, pairs), RT_OK);
 
 #define REFUSED(field, value, status)                                                                                  \
     do {                                                                                                               \
         rt_plan_params bad = good;                                                                                     \
         bad.field = value;                                                                                             \
-        CHECK_STATUS(rt_plan_below(&bad, 1, below), status);                                                           \
-        CHECK_STATUS(rt_plan_attended(&bad, 1, NULL, attended), status);                                               \
-        CHECK_STATUS(rt_plan_needed(&bad, 1, NULL, attended, NULL, 0, &num_needed, &num_pairs), status);               \
+        CHECK_STATUS(rt_plan_rank(&bad, 1, false, &plan), status);                                                     \
+        CHECK_STATUS(rt_plan_counts(&bad, keys, pairs), status);                                                       \
     } while (0)
     REFUSED(num_ranks, 0, RT_BAD_SHAPE);
-    REFUSED(num_ranks, 1, RT_BAD_RANK);
+    REFUSED(num_ranks, 1, RT_BAD_LAYOUT);
     REFUSED(seq_len, -1, RT_BAD_SHAPE);
     REFUSED(seq_len, (int64_t)INT32_MAX + 1, RT_BAD_SHAPE);
-    REFUSED(seq_len, 3, RT_BAD_LAYOUT);
-    REFUSED(seq_len, 7, RT_BAD_RUN);
+    REFUSED(seq_len, 1, RT_BAD_LAYOUT);
+    REFUSED(seq_len, 7, RT_BAD_LAYOUT);
     REFUSED(mask_batch, -1, RT_BAD_SHAPE);
     REFUSED(mask_batch, INT64_MAX / 16, RT_TOO_LARGE);
-    REFUSED(run_offsets, ((const int64_t[]){0, INT64_MIN, INT64_MAX}), RT_BAD_LAYOUT);
+    REFUSED(run_offsets, ((const int64_t[]){0, INT64_MIN, 2}), RT_BAD_LAYOUT);
+    REFUSED(run_offsets, ((const int64_t[]){0, 1, INT64_MAX}), RT_BAD_LAYOUT);
+    REFUSED(run_offsets, ((const int64_t[]){0, 1, 0}), RT_BAD_LAYOUT);
+    REFUSED(run_offsets, NULL, RT_BAD_POINTER);
     REFUSED(runs, NULL, RT_BAD_POINTER);
     REFUSED(begin, NULL, RT_BAD_POINTER);
     REFUSED(end, NULL, RT_BAD_POINTER);
-    REFUSED(run_offsets, NULL, RT_BAD_POINTER);
-    REFUSED(run_offsets, ((const int64_t[]){0, 1, 0}), RT_BAD_LAYOUT);
+    REFUSED(key_begin, begin, RT_BAD_POINTER); // without key_end
+    REFUSED(key_end, end, RT_BAD_POINTER);
     REFUSED(runs, ((const rt_run[]){{0, 1, 0, 4}, {4, 0, 0, 4}}), RT_BAD_RUN);
+    REFUSED(runs, ((const rt_run[]){{0, 1, 0, 4}, {3, 1, 0, 4}}), RT_BAD_LAYOUT);
+    REFUSED(workspace, NULL, RT_WORKSPACE);
+    REFUSED(workspace, (char *)good.workspace + 8, RT_WORKSPACE);
+    REFUSED(workspace_bytes, good.workspace_bytes - 1, RT_WORKSPACE);
 #undef REFUSED
-    CHECK_STATUS(rt_plan_attended(&good, -1, NULL, attended), RT_BAD_RANK);
-    CHECK_STATUS(rt_plan_attended(&good, 2, NULL, attended), RT_BAD_RANK);
-    CHECK_STATUS(rt_plan_attended(&good, 0, NULL, NULL), RT_BAD_POINTER);
-    CHECK_STATUS(rt_plan_below(&good, 2, below), RT_BAD_RANK);
-    CHECK_STATUS(rt_plan_below(&good, 0, NULL), RT_BAD_POINTER);
-    CHECK_STATUS(rt_plan_needed(&good, 2, NULL, attended, NULL, 0, &num_needed, &num_pairs), RT_BAD_RANK);
-    CHECK_STATUS(rt_plan_needed(&good, 1, NULL, NULL, NULL, 0, &num_needed, &num_pairs), RT_BAD_POINTER);
-    CHECK_STATUS(rt_plan_needed(&good, 1, NULL, attended, NULL, 1, &num_needed, &num_pairs), RT_BAD_POINTER);
-    CHECK_STATUS(rt_plan_needed(&good, 1, NULL, attended, NULL, 0, NULL, &num_pairs), RT_BAD_POINTER);
-    CHECK_STATUS(rt_plan_needed(&good, 1, NULL, attended, NULL, 0, &num_needed, NULL), RT_BAD_POINTER);
-    CHECK_STATUS(rt_plan_needed(&good, 1, NULL, attended, NULL, -1, &num_needed, &num_pairs), RT_BAD_SHAPE);
+    rt_plan_params bad = good;
+    bad.num_ranks = 0;
+    CHECK(rt_plan_workspace_bytes(NULL) == 0 && rt_plan_workspace_bytes(&bad) == 0);
+    CHECK_STATUS(rt_plan_rank(NULL, 0, false, &plan), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_rank(&good, -1, false, &plan), RT_BAD_RANK);
+    CHECK_STATUS(rt_plan_rank(&good, 2, false, &plan), RT_BAD_RANK);
+    CHECK_STATUS(rt_plan_rank(&good, 1, false, NULL), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_counts(&good, NULL, pairs), RT_BAD_POINTER);
+    CHECK_STATUS(rt_plan_counts(&good, keys, NULL), RT_BAD_POINTER);
 
-    // Arrays that rt_plan_below and rt_plan_attended cannot have written.
-    const int32_t too_many[9] = {0, 1, 2, 3, 4, 5, 6, 7, 9}, inside[9] = {0, 0, 0, 0, 0, 100, 2, 3, 4};
-    const int64_t too_often[9] = {9, 9, 9, 9, 9, 9, 9, 9, 9};
-    const int32_t all[8] = {8, 8, 8, 8, 8, 8, 8, 8}, fives[8] = {5, 5, 5, 5, 5, 5, 5, 5};
-    rt_plan_params busy = good;
-    busy.begin = fives, busy.end = all;
-    CHECK_STATUS(rt_plan_attended(&good, 1, too_many, attended), RT_BAD_PLAN);
-    CHECK_STATUS(rt_plan_attended(&busy, 1, inside, attended), RT_BAD_PLAN);
-    CHECK_STATUS(rt_plan_needed(&good, 1, inside, attended, NULL, 0, &num_needed, &num_pairs), RT_BAD_PLAN);
-    CHECK_STATUS(rt_plan_needed(&good, 1, NULL, too_often, NULL, 0, &num_needed, &num_pairs), RT_BAD_PLAN);
+#define REFUSED(field, value, status)                                                                                  \
+    do {                                                                                                               \
+        plan = room;                                                                                                   \
+        plan.field = value;                                                                                            \
+        CHECK_STATUS(rt_plan_rank(&good, 0, false, &plan), status);                                                    \
+    } while (0)
+    REFUSED(rounds, NULL, RT_BAD_POINTER);
+    REFUSED(incoming, NULL, RT_BAD_POINTER);
+    REFUSED(outgoing, NULL, RT_BAD_POINTER);
+    REFUSED(runs, NULL, RT_BAD_POINTER);
+    REFUSED(capacity, -1, RT_BAD_SHAPE);
+    REFUSED(capacity, INT64_MAX, RT_TOO_LARGE);
+    REFUSED(capacity, 1, RT_CAPACITY);
+    CHECK_INT(plan.num_runs, 3); // of its own keys, of those of rank 1, and of the block that these are
+#undef REFUSED
+    free(good.workspace);
+
     uint64_t digest;
     CHECK_STATUS(rt_digest("", -1, 0, &digest), RT_BAD_SHAPE);
     CHECK_STATUS(rt_digest(NULL, 1, 0, &digest), RT_BAD_POINTER);
     CHECK_STATUS(rt_digest("", 1, 0, NULL), RT_BAD_POINTER);
-
-    // Two runs of one rank at the same local tokens.
-    const rt_run overlap[] = {{0, 1, 0, 4}, {4, 1, 0, 2}, {6, 1, 0, 2}};
-    const rt_plan_params broken = {2, 8, 1, overlap, (int64_t[]){0, 1, 3}, begin, end};
-    CHECK_STATUS(rt_plan_needed(&broken, 1, NULL, attended, NULL, 0, &num_needed, &num_pairs), RT_BAD_RUN);
 }
 
 static uint64_t digest_of(const void *bytes, int64_t num_bytes, uint64_t seed) {
@@ -353,16 +442,15 @@ static void test_meetings_refuse_malformed_params(void) {
     REFUSED(y_end, NULL, RT_BAD_POINTER);
     rt_meetings_params some = good;
     some.x = falling, some.num_x = 2;
-    CHECK_STATUS(rt_meetings(&some, counts, NULL, NULL, scratch), RT_BAD_PLAN);
+    CHECK_STATUS(rt_meetings(&some, counts, NULL, NULL, scratch), RT_BAD_POSITIONS);
     some.x = outside;
-    CHECK_STATUS(rt_meetings(&some, counts, NULL, NULL, scratch), RT_BAD_PLAN);
+    CHECK_STATUS(rt_meetings(&some, counts, NULL, NULL, scratch), RT_BAD_POSITIONS);
 #undef REFUSED
 }
 
 int main(void) {
     test_random_plans_equal_the_oracle();
     test_causal_zigzag_over_two_ranks();
-    test_runs_that_touch_are_merged();
     test_plan_refuses_malformed_params();
     test_digest_sees_every_change();
     test_meetings_are_counted_pair_by_pair();

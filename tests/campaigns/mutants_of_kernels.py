@@ -245,8 +245,8 @@ MUTANTS = [
     Mutant(
         "plan: last attended key left out",
         "csrc/seq/plan.c",
-        "attended[last]--;",
-        "attended[last - 1]--;",
+        "attended[below == NULL ? last : below[last]]--;",
+        "attended[(below == NULL ? last : below[last]) - 1]--;",
         "c test_plan",
     ),
     Mutant(
@@ -258,10 +258,10 @@ MUTANTS = [
     ),
     Mutant(
         "plan: received keys at the rows of their owner",
-        "python/ringtile/sequence/plan.py",
-        "k_runs=torch.cat(runs).contiguous() if in_place else block,",
-        "k_runs=torch.cat(runs).contiguous(),",
-        "tests/attn/test_ring.py -k world_size",
+        "csrc/seq/plan.c",
+        "block[placed++] = (rt_run){found[r].global_begin, found[r].stride, row, found[r].length};",
+        "block[placed++] = (rt_run){found[r].global_begin, found[r].stride, found[r].local_begin, found[r].length};",
+        "c test_plan",
     ),
     Mutant(
         "plan: bytes of the values forgotten",
@@ -387,8 +387,8 @@ MUTANTS = [
     Mutant(
         "two sides: intervals of local keys for those that travelled",
         "python/ringtile/sequence/plan.py",
-        "positions if in_place else _positions(block)",
-        "positions[: len(_positions(block))]",
+        "positions if in_place else run_positions(k_runs)",
+        "positions[: len(run_positions(k_runs))]",
         "tests/attn/test_ring.py -k world_size",
     ),
     Mutant(

@@ -125,7 +125,7 @@ def test_the_second_call_reads_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         (out + op_out).sum().backward()
 
     attend()
-    for name in ("digest", "plan", "layout_check"):
+    for name in ("digest", "plan_rank", "layout_check"):
         monkeypatch.setattr(ops, name, lambda *_: pytest.fail("read again"))
     monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("compared again"))
     attend()

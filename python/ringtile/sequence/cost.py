@@ -23,11 +23,9 @@ class Counts:
         self.shape, self.layout, self.scheme = shape, layout, scheme
         self.size = size = scheme.ranks_per_group(layout.world_size)
         num_groups = layout.world_size // size
-        needed, pairs = ops.plan(*mask.bounds, join(layout, size)[0].tensor)
-        self.pairs = pairs * (shape.batch // mask.begin.size(0))  # (n, n)
         # (n, n): of the keys of a group (second index), those that another (first) attends.
-        self.keys = torch.zeros(num_groups, num_groups, dtype=torch.int64)
-        self.keys.index_put_((needed[:, 0], needed[:, 1]), needed[:, 5], accumulate=True)
+        self.keys, pairs = ops.plan_counts(*mask.bounds, join(layout, size)[0].tensor)
+        self.pairs = pairs * (shape.batch // mask.begin.size(0))  # (n, n)
         shares = shares_of(size, shape.num_heads, shape.num_kv_heads)
 
         def by_rank(counts: list[int]) -> Tensor:

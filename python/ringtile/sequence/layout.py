@@ -219,10 +219,7 @@ class Layout:
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """Return int64 (N,): the global position of each local token."""
-        positions = torch.empty(self.local_len(rank), dtype=torch.int64, device=device)
-        for run in self.runs(rank):
-            positions[run.local_begin : run.local_begin + run.length] = _positions(run, device)
-        return positions
+        return run_positions(torch.tensor(self.runs(rank), dtype=torch.int64, device="cpu")).to(device)
 
     @functools.cached_property
     def tensor(self) -> Tensor:
@@ -299,8 +296,12 @@ def _run(rank: int, values: Sequence[int]) -> Run:
     return run
 
 
-def _positions(run: Run, device: torch.device | str = "cpu") -> Tensor:
-    return run.global_begin + run.stride * torch.arange(run.length, device=device)
+def run_positions(runs: Tensor) -> Tensor:
+    """Return int64 CPU: the position in each row, for runs int64 CPU (R, 4) in any order that fill the rows."""
+    begin, stride, row, length = runs[runs[:, 2].argsort()].T
+    first, step = torch.stack((begin - stride * row, stride)).repeat_interleave(length, dim=1)
+    positions: Tensor = first + step * torch.arange(first.numel(), device="cpu")
+    return positions
 
 
 def _first_fault(runs: tuple[tuple[Run, ...], ...], seq_len: int) -> str | None:
@@ -319,7 +320,10 @@ def _first_fault(runs: tuple[tuple[Run, ...], ...], seq_len: int) -> str | None:
             filled += run.length
     if seq_len > _MAX_SEARCHED:
         return None
-    held = torch.bincount(torch.cat([_positions(run) for of_rank in runs for run in of_rank]), minlength=seq_len)
+    held = torch.bincount(
+        torch.cat([run_positions(torch.tensor(of_rank, device="cpu")) for of_rank in runs if of_rank]),
+        minlength=seq_len,
+    )
     wrong = (held != 1).nonzero()
     if wrong.numel() == 0:
         return None

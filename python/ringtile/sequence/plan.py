@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringtile import ops
-from ringtile.sequence.layout import Layout
+from ringtile.sequence.layout import Layout, run_positions
 from ringtile.sequence.mask import IntervalMask
 
 
@@ -53,12 +53,6 @@ class Transfer:
         if self.is_head:
             return ((0, 0, self.num_keys),)
         return tuple((row, packed, length) for row, _, packed, length in self.runs.tolist())
-
-    @classmethod
-    def of(cls, rank: int, rows: Tensor, packed: Tensor) -> Transfer:
-        """Make it from the runs (R, 4) of the keys in the rows of the block, or of k, and in those of the message."""
-        runs = torch.stack((rows[:, 2], torch.ones_like(rows[:, 2]), packed[:, 2], packed[:, 3]), dim=1)
-        return cls(rank, runs, int(packed[:, 3].sum()), torch.equal(rows[:, 2], packed[:, 2]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,60 +92,26 @@ class RankPlan:
 
 def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = False) -> RankPlan:
     """Return the rounds of `rank`. mask and layout are of one length; at_once: there is one round."""
-    world_size = layout.world_size
-    needed, pairs = ops.plan(*mask.bounds, layout.tensor, rank)
     positions = layout.positions(rank)
-
-    def keys(query_rank: int, key_rank: int) -> Tensor:
-        """Return the runs, int64 (R, 4), of key_rank's tokens that query_rank attends."""
-        return needed[(needed[:, 0] == query_rank) & (needed[:, 1] == key_rank), 2:]
-
-    rounds = []
-    for i in range(1 if at_once else world_size):
-        key_ranks = [*range(world_size)] if at_once else [(rank - i) % world_size]
-        query_ranks = [*range(world_size)] if at_once else [(rank + i) % world_size]
-        runs = [keys(rank, key_rank) for key_rank in key_ranks]
-        block, incoming = _merged(key_ranks, runs)
-        own = [keys(query_rank, rank) for query_rank in query_ranks]
-        outgoing = tuple(Transfer.of(other, each, _packed(each)) for other, each in zip(query_ranks, own, strict=True))
-        travels = any(each.num_keys for each in (*incoming, *outgoing) if each.rank != rank)
-        in_place = rank in key_ranks and not travels
-        rounds.append(
+    rounds, transfers, runs = ops.plan_rank(*mask.bounds, layout.tensor, rank, at_once)
+    incoming, outgoing = (
+        tuple(
+            Transfer(other, runs[first : first + num_runs], num_keys, bool(is_head))
+            for other, num_keys, first, num_runs, is_head in side
+        )
+        for side in transfers.tolist()
+    )
+    planned = []
+    for i, (num_keys, num_pairs, first, num_runs, in_place) in enumerate(rounds.tolist()):
+        k_runs = runs[first : first + num_runs]
+        of_round = slice(0, 0) if in_place else slice(None) if at_once else slice(i, i + 1)
+        of_keys: tuple[Tensor, ...] = ()
+        if mask.loose_key_bounds:
+            of_block = positions if in_place else run_positions(k_runs)
+            of_keys = tuple(x[:, of_block] for x in mask.loose_key_bounds)
+        planned.append(
             PlannedRound(
-                index=i,
-                k_runs=torch.cat(runs).contiguous() if in_place else block,
-                num_keys=sum(each.num_keys for each in incoming),
-                num_pairs=int(pairs[rank, key_ranks].sum()),
-                in_place=in_place,
-                key_bounds=tuple(x[:, positions if in_place else _positions(block)] for x in mask.loose_key_bounds),
-                incoming=() if in_place else incoming,
-                outgoing=() if in_place else outgoing,
+                i, k_runs, num_keys, num_pairs, bool(in_place), of_keys, incoming[of_round], outgoing[of_round]
             )
         )
-    return RankPlan(rank, mask.begin[:, positions], mask.end[:, positions], positions, tuple(rounds))
-
-
-def _positions(block: Tensor) -> Tensor:
-    """Return int64: the position of the key in each row of a block, whose runs are given in any order."""
-    runs = block[block[:, 2].argsort()].tolist()
-    return torch.cat(
-        [torch.arange(begin, begin + stride * length, stride, device="cpu") for begin, stride, _, length in runs]
-        or [torch.empty(0, dtype=torch.int64, device="cpu")]
-    )
-
-
-def _merged(key_ranks: list[int], runs: list[Tensor]) -> tuple[Tensor, tuple[Transfer, ...]]:
-    """Return the runs of all ranks in the rows of one block, in the order of their positions, and what each sends."""
-    packed = [_packed(each) for each in runs]
-    every = torch.cat(packed)
-    order = every[:, 0].argsort() if len(runs) > 1 else slice(None)
-    block = torch.empty_like(every)
-    block[order] = _packed(every[order])
-    rows = block.split_with_sizes([*map(len, packed)])
-    return block[order], tuple(map(Transfer.of, key_ranks, rows, packed))
-
-
-def _packed(runs: Tensor) -> Tensor:
-    """Return the same runs in the rows of a buffer that holds them one after another."""
-    begins = runs[:, 3].cumsum(0) - runs[:, 3]
-    return torch.stack((runs[:, 0], runs[:, 1], begins, runs[:, 3]), dim=1)
+    return RankPlan(rank, mask.begin[:, positions], mask.end[:, positions], positions, tuple(planned))

@@ -148,7 +148,8 @@ def raw_ops(draw: Draw) -> str:
     calls: list[Callable[[], Any]] = [
         lambda: ops.digest(*bounds, layout),
         lambda: ops.mask_hulls(*bounds, *two_bounds, draw.of(draw.size(0, 3))),
-        lambda: ops.plan(*bounds, layout, draw.of(-1)),
+        lambda: ops.plan_rank(*bounds, layout, draw.of(0), draw.chance(0.5)),
+        lambda: ops.plan_counts(*bounds, layout),
         lambda: ops.layout_check(layout, draw.of(seq_len), draw.of(1)),
         lambda: ops.shard_seq_(x, runs, draw.of(1), y),
         lambda: ops.unshard_seq_(x, runs, draw.of(1), y),
