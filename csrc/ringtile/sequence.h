@@ -111,6 +111,32 @@ rt_status rt_plan_rank(const rt_plan_params *p, int64_t rank, bool at_once, rt_r
 // over the mask's rows. O(W S), and times log S with two sides.
 rt_status rt_plan_counts(const rt_plan_params *p, int64_t *keys, int64_t *pairs);
 
+// ---- the mask of a block as a few shapes ---------------------------------------------------------
+
+// Query q_begin + t, t = 0 .. M - 1, attends rows k_begin .. k_end - 1 of the keys, but not the first t of them if it
+// drops, and not the last M - 1 - t of them if it gains. drops, gains: 0 or 1
+typedef struct rt_piece {
+    int64_t q_begin, q_end, k_begin, k_end, drops, gains;
+} rt_piece;
+
+typedef struct rt_pieces_params {
+    int64_t mask_batch, num_queries, num_keys; // B, N, K: rows of the block
+    const int32_t *begin, *end;                // (B, N) of the queries
+    const int32_t *key_begin, *key_end;        // (B, K) of the rows of the block; both NULL: one side
+    const int64_t *positions;                  // (N) of the queries, with two sides
+    const rt_run *k_runs;                      // (R) in the order of the rows
+    int64_t num_k_runs;
+    int64_t max_stretches; // of keys with equal bounds, in each row of the mask
+    int32_t *bounds;       // (N, 2) scratch
+} rt_pieces_params;
+
+// The pieces of each row of a mask, which together hold each (query, key) that it lets attend once.
+//   pieces (capacity), row after row;  counts (B)
+//   RT_BAD_SHAPE, RT_TOO_LARGE, RT_BAD_POINTER, RT_BAD_RUN, RT_BAD_POSITIONS (the rows are not in the order of their
+//   positions), RT_CAPACITY (more pieces, or more stretches)
+// O(N log R) for each row, and with two sides O(N) for each stretch.
+rt_status rt_pieces(const rt_pieces_params *p, rt_piece *pieces, int64_t capacity, int64_t *counts);
+
 // ---- masks with two sides ----------------------------------------------------------------------
 
 // Two sets of positions; each position has an interval of the other set's positions. x meets y if y lies in the

@@ -4,6 +4,9 @@
 
 #include "binding.h"
 
+#include <algorithm>
+#include <numeric>
+
 namespace {
 
 using namespace ringtile;
@@ -109,6 +112,49 @@ std::tuple<Tensor, Tensor> plan_counts(const Tensor &begin, const Tensor &end, c
     return {keys, pairs};
 }
 
+// pieces (P, 6), as the fields of rt_piece, and the number of each row of the mask; none of these if there are too
+// many, or the keys are in no order.
+std::tuple<Tensor, Tensor> pieces(const Tensor &begin, const Tensor &end, const Tensor &k_runs,
+                                  const std::optional<Tensor> &key_begin, const std::optional<Tensor> &key_end,
+                                  const std::optional<Tensor> &positions, int64_t max_pieces, int64_t max_stretches) {
+    const char *op = "pieces";
+    Arg{op, "begin", begin}.on_cpu().dtype(ScalarType::Int).dim(2).contiguous();
+    rt_pieces_params p = {};
+    p.mask_batch = begin.size(0), p.num_queries = begin.size(1), p.max_stretches = max_stretches;
+    const std::vector<int64_t> of_queries = {p.mask_batch, p.num_queries};
+    p.begin = Arg{op, "begin", begin}.data<const int32_t>();
+    p.end = Arg{op, "end", end}.on_cpu().dtype(ScalarType::Int).contiguous().sizes(of_queries).data<const int32_t>();
+    std::tie(p.k_runs, p.num_k_runs) = runs_of(k_runs, op, "k_runs");
+    p.num_keys = INT32_MAX;
+    require(key_begin.has_value() == key_end.has_value() && key_begin.has_value() == positions.has_value(), op,
+            "key_begin, key_end and positions need each other");
+    if (key_begin.has_value()) {
+        p.num_keys = Arg{op, "key_begin", *key_begin}.dim(2).x.size(1);
+        const auto of_keys = [&](const char *name, const Tensor &x) {
+            const Arg arg = {op, name, x};
+            return arg.on_cpu().dtype(ScalarType::Int).contiguous().sizes({p.mask_batch, p.num_keys}).data<int32_t>();
+        };
+        p.key_begin = of_keys("key_begin", *key_begin), p.key_end = of_keys("key_end", *key_end);
+        const Arg arg = {op, "positions", *positions};
+        p.positions = arg.on_cpu().dtype(ScalarType::Long).contiguous().sizes({p.num_queries}).data<const int64_t>();
+    }
+    require(max_pieces >= 0 && max_pieces <= INT32_MAX, op, "max_pieces is ", max_pieces, ", expected 0..2^31 - 1");
+    std::vector<int32_t> bounds(2 * static_cast<size_t>(p.num_queries));
+    std::vector<rt_piece> found(static_cast<size_t>(max_pieces));
+    p.bounds = bounds.data();
+    Tensor counts = on_host({p.mask_batch}, ScalarType::Long);
+    auto *count = static_cast<int64_t *>(counts.data_ptr());
+    const rt_status status = rt_pieces(&p, found.data(), max_pieces, count);
+    if (status == RT_CAPACITY || status == RT_BAD_POSITIONS)
+        return {on_host({0, 6}, ScalarType::Long), on_host({0}, ScalarType::Long)};
+    check(status, op);
+    const int64_t total = std::accumulate(count, count + p.mask_batch, int64_t{0});
+    Tensor result = on_host({total, 6}, ScalarType::Long);
+    static_assert(sizeof(rt_piece) == 6 * sizeof(int64_t), "a piece is one row of the tensor");
+    std::copy(found.data(), found.data() + total, static_cast<rt_piece *>(result.data_ptr()));
+    return {result, counts};
+}
+
 // begin, end, key_begin, key_end (rows, S): of a query, and of a key. counts int64 (rows, S): the keys of each query;
 // first, after int32: the smallest of them, and the largest plus 1.
 std::tuple<Tensor, Tensor, Tensor> mask_hulls(const Tensor &begin, const Tensor &end, const Tensor &key_begin,
@@ -180,6 +226,8 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("layout_check(Tensor layout, int seq_len, int world_size) -> ()");
     m.def("plan_rank(Tensor begin, Tensor end, Tensor layout, int rank, bool at_once) -> (Tensor, Tensor, Tensor)");
     m.def("plan_counts(Tensor begin, Tensor end, Tensor layout) -> (Tensor, Tensor)");
+    m.def("pieces(Tensor begin, Tensor end, Tensor k_runs, Tensor? key_begin, Tensor? key_end, Tensor? positions, "
+          "int max_pieces, int max_stretches) -> (Tensor, Tensor)");
     m.def("mask_hulls(Tensor begin, Tensor end, Tensor key_begin, Tensor key_end, int last=0) -> (Tensor, Tensor, "
           "Tensor)");
     m.def("digest(Tensor begin, Tensor end, Tensor layout) -> Tensor");
@@ -209,6 +257,7 @@ STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
     m.impl("layout_check", TORCH_BOX(&layout_check));
     m.impl("plan_rank", TORCH_BOX(&plan_rank));
     m.impl("plan_counts", TORCH_BOX(&plan_counts));
+    m.impl("pieces", TORCH_BOX(&pieces));
     m.impl("mask_hulls", TORCH_BOX(&mask_hulls));
     m.impl("digest", TORCH_BOX(&digest));
 }

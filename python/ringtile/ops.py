@@ -355,6 +355,25 @@ def plan_counts(begin: Tensor, end: Tensor, layout: Tensor) -> tuple[Tensor, Ten
     return keys, pairs
 
 
+def pieces(
+    begin: Tensor,
+    end: Tensor,
+    k_runs: Tensor,
+    key_begin: Tensor | None,
+    key_end: Tensor | None,
+    positions: Tensor | None,
+    max_pieces: int,
+    max_stretches: int,
+) -> tuple[Tensor, Tensor]:
+    """Return int64 (P, 6), the numbers of a `Piece` each, and how many each row of the mask has, int64 (Bm,).
+
+    As `find_pieces` in sequence/pieces.py, which makes objects of them: (0, 6) and (0,) where that returns None. k_runs
+    are in the order of rows.
+    """
+    found, counts = _ops.pieces(begin, end, k_runs, key_begin, key_end, positions, max_pieces, max_stretches)
+    return found, counts
+
+
 def mask_hulls(
     begin: Tensor, end: Tensor, key_begin: Tensor, key_end: Tensor, last: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -397,6 +416,12 @@ def _(begin: Tensor, end: Tensor, layout: Tensor) -> tuple[Tensor, Tensor]:
 def _(begin: Tensor, end: Tensor, layout: Tensor) -> Tensor:
     arguments.check_devices("begin", begin, end=end, layout=layout)  # one on meta comes here too
     return layout.new_empty(1)
+
+
+@torch.library.register_fake("ringtile::pieces")  # type: ignore[untyped-decorator]
+def _(begin: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    sizes = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
+    return begin.new_empty(next(sizes), 6, dtype=torch.int64), begin.new_empty(next(sizes), dtype=torch.int64)
 
 
 @torch.library.register_fake("ringtile::mask_hulls")  # type: ignore[untyped-decorator]

@@ -93,6 +93,7 @@ OPCHECK_CASES = {
     "plan_rank": lambda: (*causal(8), TWO_HALVES, 0, False),
     "plan_counts": lambda: (*causal(8), TWO_HALVES),
     "digest": lambda: (*causal(8), TWO_HALVES),
+    "pieces": lambda: (*causal(8), ops.runs_tensor([(0, 1, 0, 8)]), *causal(8), torch.arange(8), 9, 9),
     "mask_hulls": lambda: (*causal(8), *causal(8)),
     "glu_fwd": lambda: (torch.randn(3, 5), torch.randn(3, 5), 0),
     "glu_bwd_": lambda: (torch.randn(3, 5), torch.randn(3, 5), torch.randn(3, 5), 0),

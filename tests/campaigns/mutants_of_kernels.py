@@ -372,10 +372,10 @@ MUTANTS = [
     ),
     Mutant(
         "two sides: pieces of queries that a stretch of keys does not meet",
-        "python/ringtile/sequence/pieces.py",
-        "some = meets & (low < high)",
-        "some = low < high",
-        "tests/attn/test_attention_kernel.py -k pieces",
+        "csrc/seq/pieces.c",
+        "if (s->from > INT64_MIN && (p->positions[q] < s->from || p->positions[q] >= s->to)) return (span){0, 0};",
+        "(void)q;",
+        "c test_pieces",
     ),
     Mutant(
         "two sides: bounds of keys are loose where they bind",

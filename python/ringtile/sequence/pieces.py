@@ -8,13 +8,14 @@ Shape letters: B batch, Bm rows of the mask, N local queries, R runs.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ringtile import ops
 
 MAX_PIECES = 4096  # of a round: more take longer to find than ringtile's kernel takes to run
 MAX_STRETCHES = 256  # of keys with equal bounds, in a mask with two sides: likewise
@@ -64,58 +65,12 @@ def find_pieces(
     int64 CPU (N), the positions of the queries. None where it takes more than MAX_PIECES, or MAX_STRETCHES, or the rows
     of the keys are not in the order of their positions.
     """
-    runs = k_runs[k_runs[:, 2].argsort()].tolist()  # in the order of rows
-    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-    rows = torch.cat([nothing, *(torch.arange(row, row + length, device="cpu") for _, _, row, length in runs)])
-    positions = torch.cat([nothing, *(at + step * torch.arange(length, device="cpu") for at, step, _, length in runs)])
-    if not (bool((positions.diff() > 0).all()) and bool((rows.diff() == 1).all())):
-        return None
-    first_row = int(rows[0]) if rows.numel() else 0
-    found: list[tuple[Piece, ...]] = []
-    for row, bounds in enumerate(zip(begin, end, strict=True)):
-        # Query q attends keys [low[q], high[q]) in the order of rows.
-        low, high = (torch.searchsorted(positions, bound.to(positions.dtype)) for bound in bounds)
-        low, high = torch.where(high > low, low, 0), torch.where(high > low, high, 0)
-        pieces = _pieces(low, high, first_row)
-        if key_bounds and at is not None:
-            of_keys = torch.stack([bound[row, rows].long() for bound in key_bounds])
-            stretches, lengths = torch.unique_consecutive(of_keys, dim=1, return_counts=True)
-            if len(lengths) > MAX_STRETCHES:
-                return None
-            pieces = itertools.chain.from_iterable(
-                _of_stretch(low, high, first_row, key, key + length, (at >= key_begin) & (at < key_end))
-                for (key_begin, key_end), key, length in zip(
-                    stretches.T.tolist(), (lengths.cumsum(0) - lengths).tolist(), lengths.tolist(), strict=True
-                )
-            )
-        found.append(tuple(itertools.islice(pieces, MAX_PIECES + 1)))
-    return tuple(found) if sum(map(len, found)) <= MAX_PIECES else None
-
-
-def _of_stretch(low: Tensor, high: Tensor, first_row: int, begin: int, end: int, meets: Tensor) -> Iterator[Piece]:
-    """Return the pieces of the keys [begin, end) alone, for queries (N) that meet them."""
-    low, high = low.clamp(min=begin), high.clamp(max=end)
-    some = meets & (low < high)
-    return _pieces(low.where(some, 0), high.where(some, 0), first_row)
-
-
-def _pieces(low: Tensor, high: Tensor, first_row: int) -> Iterator[Piece]:
-    """Return the pieces where query q attends rows [low[q], high[q]) of the keys, counted from first_row."""
-    # From one query to the next: 1 if it drops a key, 2 if it gains one, 3 if both, 0 if neither, -1 for all else.
-    drops, gains = low.diff(), high.diff()
-    steps = torch.where((drops | gains) >> 1 == 0, drops + 2 * gains, -1)
-    changes = [*((steps[1:] != steps[:-1]).nonzero()[:, 0] + 1).tolist(), max(0, low.numel() - 1)]
-    lows, highs, kinds = low.tolist(), high.tolist(), [*steps.tolist(), -1]
-    q = 0
-    while q < len(lows):
-        kind, some = kinds[q], highs[q] > lows[q]
-        if kind < 0 or (kind > 0 and not some):
-            kind, after = 0, q + 1
-        else:  # the steps from q on are of one kind up to the next change
-            after = changes[bisect.bisect_right(changes, q)] + 1
-        if some:
-            yield Piece(q, after, first_row + lows[q], first_row + highs[after - 1], bool(kind & 1), bool(kind & 2))
-        q = after
+    k_runs = k_runs[k_runs[:, 2].argsort()]  # in the order of rows
+    two_sides = (*key_bounds, at) if key_bounds else (None, None, None)
+    found, counts = ops.pieces(begin, end, k_runs, *two_sides, MAX_PIECES, MAX_STRETCHES)
+    pieces = (Piece(*numbers, bool(drops), bool(gains)) for *numbers, drops, gains in found.tolist())
+    rows = tuple(tuple(itertools.islice(pieces, count)) for count in counts.tolist())
+    return rows or None
 
 
 def squares(pieces: Sequence[Piece]) -> Iterator[Square]:

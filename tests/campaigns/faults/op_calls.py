@@ -150,6 +150,7 @@ def raw_ops(draw: Draw) -> str:
         lambda: ops.mask_hulls(*bounds, *two_bounds, draw.of(draw.size(0, 3))),
         lambda: ops.plan_rank(*bounds, layout, draw.of(0), draw.chance(0.5)),
         lambda: ops.plan_counts(*bounds, layout),
+        lambda: ops.pieces(*bounds, runs, *two_bounds, draw.of(torch.arange(seq_len)), draw.of(9), draw.of(9)),
         lambda: ops.layout_check(layout, draw.of(seq_len), draw.of(1)),
         lambda: ops.shard_seq_(x, runs, draw.of(1), y),
         lambda: ops.unshard_seq_(x, runs, draw.of(1), y),
