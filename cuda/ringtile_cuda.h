@@ -1,5 +1,5 @@
 // The core on CUDA devices: the functions of ringtile.h with a stream in place of threads. The params are the same;
-// arrays are in the memory of the current device, but runs, and the sizes and strides of a shard, are in host
+// arrays are in the memory of the current device, but runs, and the sizes and strides of rows, are in host
 // memory and are read before the call returns. Kernels are launched on `stream` (a cudaStream_t). No call allocates
 // or waits for the device, and each can be captured in a CUDA graph. Besides the errors of ringtile.h:
 //   RT_CUDA           the CUDA runtime refused; rt_cuda_last_error() says what, and why
@@ -17,8 +17,12 @@ extern "C" {
 // NULL; "" if there was none. It stays until the next one. Nothing else here is kept between calls.
 const char *rt_cuda_last_error(void);
 
-rt_status rt_cuda_shard(const rt_shard_params *p, const void *global, void *local, void *stream);
-rt_status rt_cuda_unshard(const rt_shard_params *p, const void *local, void *global, void *stream);
+// One launch for up to four tensors, and for every RT_CUDA_MAX_RUNS runs; for all runs if there is a table.
+//   table (num_runs)   the same runs in the memory of the device, or NULL
+enum { RT_CUDA_MAX_RUNS = 64 };
+rt_status rt_cuda_rows_pack(const rt_rows_params *p, const rt_run *table, void *stream);
+rt_status rt_cuda_rows_unpack(const rt_rows_params *p, const rt_run *table, void *stream);
+rt_status rt_cuda_rows_add(const rt_rows_params *p, rt_dtype dtype, const rt_run *table, void *stream);
 
 rt_status rt_cuda_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod, void *stream);
 rt_status rt_cuda_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, void *stream);

@@ -1,4 +1,4 @@
-// Sequences sharded over ranks: runs and layouts, the copies between a global and a local tensor, the plan (what one
+// Sequences sharded over ranks: runs and layouts, the copies of rows between tensors and messages, the plan (what one
 // rank does in each round) and the digest that ranks compare.
 #ifndef RINGTILE_API_SEQUENCE_H
 #define RINGTILE_API_SEQUENCE_H
@@ -33,30 +33,39 @@ typedef struct rt_layout_place {
 rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_t num_ranks, int64_t seq_len,
                           rt_layout_place *places);
 
-// positions (local_len): the global position of each local token. RT_BAD_RUN also if a local token is in no run or in
-// two.
-rt_status rt_runs_positions(const rt_run *runs, int64_t num_runs, int64_t *positions, int64_t local_len);
+// ---- rows: packed, unpacked and added ----------------------------------------------------------
 
-// One strided copy between a global and a local tensor that differ only in the size of `dim`.
-//   sizes (ndim): of the local tensor, whose size in `dim` is the number of local tokens
-typedef struct rt_shard_params {
+// A tensor, and some of its rows in another one: a rank's tokens, or a part of a message. They differ only in the size
+// of `dim`.
+typedef struct rt_rows_tensor {
     int64_t ndim, dim;             // ndim in 1..16, dim in [0, ndim)
     int64_t element_bytes;         // any size >= 1
-    const int64_t *sizes;          // (ndim) local sizes
-    int64_t global_len;            // size of the global tensor in `dim`
+    const int64_t *sizes;          // (ndim) of local
+    int64_t global_len;            // size of global in `dim`
     const int64_t *global_strides; // (ndim) elements
     const int64_t *local_strides;  // (ndim) elements
-    const rt_run *runs;
-    int64_t num_runs;
-} rt_shard_params;
+    void *global, *local;          // one of them is only read
+} rt_rows_tensor;
 
-// local[..., local_begin + j, ...] = global[..., global_begin + j * stride, ...] for every run; local tokens in no run
-// keep their value.
-//   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_DIM, RT_BAD_RUN, RT_BAD_STRIDE
-rt_status rt_shard(const rt_shard_params *p, const void *global, void *local, rt_parallel parallel);
+enum { RT_MAX_ROWS_TENSORS = 32 };
+
+typedef struct rt_rows_params {
+    int64_t num_tensors; // at most RT_MAX_ROWS_TENSORS
+    const rt_rows_tensor *tensors;
+    int64_t num_runs;
+    const rt_run *runs; // the same of each tensor
+} rt_rows_params;
+
+// Of each tensor and for every run: local[..., local_begin + j, ...] = global[..., global_begin + j * stride, ...];
+// local tokens in no run keep their value.
+//   RT_BAD_SHAPE, RT_BAD_POINTER, RT_BAD_DIM, RT_BAD_RUN, RT_BAD_STRIDE, RT_SHARED_MEMORY
+rt_status rt_rows_pack(const rt_rows_params *p, rt_parallel parallel);
 // The inverse: global[..., global_begin + j * stride, ...] = local[..., local_begin + j, ...]; positions in no run keep
 // their value.
-rt_status rt_unshard(const rt_shard_params *p, const void *local, void *global, rt_parallel parallel);
+rt_status rt_rows_unpack(const rt_rows_params *p, rt_parallel parallel);
+// The same, but adds to global.
+//   RT_BAD_DTYPE   dtype, that of all tensors, is neither f32 nor f64
+rt_status rt_rows_add(const rt_rows_params *p, rt_dtype dtype, rt_parallel parallel);
 
 // ---- plan: what one rank does in each round -----------------------------------------------------
 

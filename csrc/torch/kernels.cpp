@@ -5,6 +5,7 @@
 // ringtile.h.
 #include <Python.h> // first, as its documentation asks
 
+#include "../arrays.h"
 #include "binding.h"
 
 #ifdef RINGTILE_CUDA
@@ -277,45 +278,77 @@ Tensor attn_delta(const Tensor &dout, const Tensor &out, const Tensor &dlse) {
 
 // ---- sequence ----------------------------------------------------------------------------------
 
-// The params of shard and unshard. The two tensors may differ only in the size of dim.
-struct ShardArgs {
-    std::vector<int64_t> sizes, global_strides, local_strides;
-    rt_shard_params p = {};
+// The params of rows. Two tensors of a pair may differ only in the size of dim.
+struct RowsArgs {
+    struct Numbers {
+        int64_t sizes[RT_MAX_DIMS], global_strides[RT_MAX_DIMS], local_strides[RT_MAX_DIMS];
+    };
+    std::vector<Numbers> numbers;
+    std::vector<rt_rows_tensor> tensors;
+    rt_rows_params p = {};
 
-    ShardArgs(const char *op, const Place &place, const Tensor &global, const Tensor &local, const Tensor &runs,
-              int64_t dim) {
-        Arg{op, "global tensor", global}.on(place.device);
-        Arg{op, "local tensor", local}
-            .on(place.device)
-            .dtype(Arg{op, "global", global}.scalar_type())
-            .dim(global.dim());
-        require(dim >= 0 && dim < global.dim(), op, "dim ", dim, " is not a dimension of shape ", Shape{global});
-        for (int64_t i = 0; i < global.dim(); ++i) {
-            require(i == dim || global.size(i) == local.size(i), op, "global shape ", Shape{global},
-                    " and local shape ", Shape{local}, " may differ in dim ", dim, " only");
-            sizes.push_back(local.size(i));
-            global_strides.push_back(global.stride(i));
-            local_strides.push_back(local.stride(i));
+    RowsArgs(const char *op, const Place &place, const std::vector<Tensor> &xs, const Tensor &runs, int64_t dim,
+             const std::vector<Tensor> &ys)
+        : numbers(xs.size()) {
+        require(xs.size() == ys.size(), op, xs.size(), " tensors and ", ys.size(), " of their rows, expected as many");
+        require(xs.size() <= RT_MAX_ROWS_TENSORS, op, xs.size(), " tensors, expected at most ", RT_MAX_ROWS_TENSORS);
+        for (size_t i = 0; i < xs.size(); ++i) {
+            const Arg global = {op, "global tensor", xs[i]}, local = {op, "local tensor", ys[i]};
+            const int64_t ndim = xs[i].dim();
+            local.on(place.device).dtype(global.on(place.device).scalar_type()).dim(ndim);
+            require(dim >= 0 && dim < ndim, op, "dim ", dim, " is not a dimension of shape ", Shape{xs[i]});
+            require(ndim <= RT_MAX_DIMS, op, ndim, " dimensions, expected at most ", RT_MAX_DIMS);
+            auto &[sizes, global_strides, local_strides] = numbers[i];
+            for (int64_t d = 0; d < ndim; ++d) {
+                require(d == dim || xs[i].size(d) == ys[i].size(d), op, "global shape ", Shape{xs[i]},
+                        " and local shape ", Shape{ys[i]}, " may differ in dim ", dim, " only");
+                sizes[d] = ys[i].size(d), global_strides[d] = xs[i].stride(d), local_strides[d] = ys[i].stride(d);
+            }
+            tensors.push_back({ndim, dim, static_cast<int64_t>(xs[i].element_size()), sizes, xs[i].size(dim),
+                               global_strides, local_strides, global.data(), local.data()});
         }
-        p.ndim = global.dim(), p.dim = dim, p.element_bytes = static_cast<int64_t>(global.element_size());
-        p.sizes = sizes.data(), p.global_len = global.size(dim);
-        p.global_strides = global_strides.data(), p.local_strides = local_strides.data();
+        p.num_tensors = static_cast<int64_t>(tensors.size()), p.tensors = tensors.data();
         std::tie(p.runs, p.num_runs) = runs_of(runs, op, "runs");
     }
 };
 
-void shard_seq_(const Tensor &x, const Tensor &runs, int64_t dim, Tensor y) {
-    const Place place("shard_seq_", x);
-    const ShardArgs args("shard_seq_", place, x, y, runs, dim);
-    const void *from = Arg{"shard_seq_", "x", x}.data();
-    check(RT_CORE(shard)(&args.p, from, Arg{"shard_seq_", "y", y}.data(), place.queue()), "shard_seq_");
+// Calls the core; more: what an addition takes besides.
+template <class Core, class... More>
+void move_rows(const char *op, Core core, const std::vector<Tensor> &xs, const Tensor &runs, int64_t dim,
+               const std::vector<Tensor> &ys, const std::optional<Tensor> &table, More... more) {
+    require(!xs.empty(), op, "no tensors");
+    const Place place(op, xs[0]);
+    const RowsArgs args(op, place, xs, runs, dim, ys);
+#ifdef RINGTILE_CUDA
+    const rt_run *on_device = nullptr;
+    if (table.has_value()) {
+        const Arg arg = {op, "table", *table};
+        arg.on(place.device).dtype(ScalarType::Long).contiguous().sizes({args.p.num_runs, 4});
+        on_device = arg.data<const rt_run>();
+    }
+    check(core(&args.p, more..., on_device, place.queue()), op);
+#else
+    check(core(&args.p, more..., place.queue()), op);
+#endif
 }
 
-void unshard_seq_(const Tensor &x, const Tensor &runs, int64_t dim, Tensor y) {
-    const Place place("unshard_seq_", x);
-    const ShardArgs args("unshard_seq_", place, y, x, runs, dim);
-    const void *from = Arg{"unshard_seq_", "x", x}.data();
-    check(RT_CORE(unshard)(&args.p, from, Arg{"unshard_seq_", "y", y}.data(), place.queue()), "unshard_seq_");
+void rows_pack_(const std::vector<Tensor> &xs, const Tensor &runs, int64_t dim, const std::vector<Tensor> &ys,
+                const std::optional<Tensor> &table) {
+    move_rows("rows_pack_", RT_CORE(rows_pack), xs, runs, dim, ys, table);
+}
+
+void rows_unpack_(const std::vector<Tensor> &xs, const Tensor &runs, int64_t dim, const std::vector<Tensor> &ys,
+                  const std::optional<Tensor> &table) {
+    move_rows("rows_unpack_", RT_CORE(rows_unpack), xs, runs, dim, ys, table);
+}
+
+void rows_add_(const std::vector<Tensor> &xs, const Tensor &runs, int64_t dim, const std::vector<Tensor> &ys,
+               const std::optional<Tensor> &table) {
+    const char *op = "rows_add_";
+    const rt_dtype dtype = xs.empty() ? RT_F32 : dtype_of(xs[0], op);
+    for (const Tensor &x : xs) Arg{op, "each tensor", x}.dtype(Arg{op, "the first tensor", xs[0]}.scalar_type());
+    require(dtype == RT_F32 || dtype == RT_F64, op, "sums are in float32 or float64, got the dtype of 16 bits");
+    move_rows(op, RT_CORE(rows_add), xs, runs, dim, ys, table, dtype);
 }
 
 // ---- MLP and loss ------------------------------------------------------------------------------
@@ -403,8 +436,9 @@ STABLE_TORCH_LIBRARY_IMPL(ringtile, RT_DISPATCH_KEY, m) {
     m.impl("attn_fwd_", TORCH_BOX(&attn_fwd_));
     m.impl("attn_bwd_", TORCH_BOX(&attn_bwd_));
     m.impl("attn_delta", TORCH_BOX(&attn_delta));
-    m.impl("shard_seq_", TORCH_BOX(&shard_seq_));
-    m.impl("unshard_seq_", TORCH_BOX(&unshard_seq_));
+    m.impl("rows_pack_", TORCH_BOX(&rows_pack_));
+    m.impl("rows_unpack_", TORCH_BOX(&rows_unpack_));
+    m.impl("rows_add_", TORCH_BOX(&rows_add_));
     m.impl("glu_fwd", TORCH_BOX(&glu_fwd));
     m.impl("glu_bwd_", TORCH_BOX(&glu_bwd_));
     m.impl("cross_entropy_fwd_bwd_", TORCH_BOX(&cross_entropy_fwd_bwd_));

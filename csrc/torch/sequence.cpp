@@ -2,6 +2,7 @@
 // the C core that Python asks for.
 #include <Python.h> // first, as its documentation asks
 
+#include "../../cuda/ringtile_cuda.h"
 #include "binding.h"
 
 #include <algorithm>
@@ -221,8 +222,9 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
           "int stream=0, Tensor? rows=None, Tensor? positions=None, Tensor(d!)? rounded_dk=None, "
           "Tensor(e!)? rounded_dv=None, Tensor? key_begin=None, Tensor? key_end=None) -> ()");
     m.def("attn_delta(Tensor dout, Tensor out, Tensor dlse) -> Tensor");
-    m.def("shard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
-    m.def("unshard_seq_(Tensor x, Tensor runs, int dim, Tensor(a!) y) -> ()");
+    m.def("rows_pack_(Tensor[] xs, Tensor runs, int dim, Tensor(a!)[] ys, Tensor? table=None) -> ()");
+    m.def("rows_unpack_(Tensor(a!)[] xs, Tensor runs, int dim, Tensor[] ys, Tensor? table=None) -> ()");
+    m.def("rows_add_(Tensor(a!)[] xs, Tensor runs, int dim, Tensor[] ys, Tensor? table=None) -> ()");
     m.def("layout_check(Tensor layout, int seq_len, int world_size) -> ()");
     m.def("plan_rank(Tensor begin, Tensor end, Tensor layout, int rank, bool at_once) -> (Tensor, Tensor, Tensor)");
     m.def("plan_counts(Tensor begin, Tensor end, Tensor layout) -> (Tensor, Tensor)");
@@ -271,7 +273,8 @@ int ringtile_add_constants(PyObject *module) {
     const std::pair<const char *, long> numbers[] = {{"MAX_HEAD_DIM", RT_MAX_HEAD_DIM},
                                                      {"MAX_CONV_WIDTH", RT_MAX_CONV_WIDTH},
                                                      {"CHUNK_TOKENS", RT_CHUNK_TOKENS},
-                                                     {"SELECTIVE_CHANNELS", RT_SELECTIVE_CHANNELS}};
+                                                     {"SELECTIVE_CHANNELS", RT_SELECTIVE_CHANNELS},
+                                                     {"MAX_RUNS_WITHOUT_TABLE", RT_CUDA_MAX_RUNS}};
     for (const auto &[name, number] : numbers)
         if (PyModule_AddIntConstant(module, name, number) != 0) return -1;
     PyObject *isas = Py_BuildValue("(ssss)", rt_isa_name(RT_ISA_GENERIC), rt_isa_name(RT_ISA_AVX2),

@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,12 +41,14 @@ except ImportError as error:
     ) from error
 
 _ops = torch.ops.ringtile
+Tensors: TypeAlias = "Sequence[Tensor]"
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM: int = _C.MAX_HEAD_DIM
 MAX_CONV_WIDTH: int = _C.MAX_CONV_WIDTH
 CHUNK_TOKENS: int = _C.CHUNK_TOKENS  # between the states that a recurrence keeps for its backward
 SELECTIVE_CHANNELS: int = _C.SELECTIVE_CHANNELS  # that the kernel of the selective scan takes at once
 ISA_NAMES: tuple[str, ...] = _C.ISA_NAMES
+MAX_RUNS_WITHOUT_TABLE: int = _C.MAX_RUNS_WITHOUT_TABLE  # of rows, that a launch takes
 MIN_CUDA_CAPABILITY = (8, 0)  # of setup.py's lowest architecture
 GLU_KINDS: dict[str, int] = _C.GLU_KINDS
 
@@ -130,7 +132,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 KERNELS: dict[str, Callable[[torch.device, torch.dtype], str]] = {  # what is wrong with each, apart from attention
     "GLU": lambda device, dtype: kernels.glu(_ops.glu_fwd, _ops.glu_bwd_, GLU_KINDS, device, dtype),
     "loss": lambda device, dtype: kernels.cross_entropy(_ops.cross_entropy_fwd_bwd_, device, dtype),
-    "shard": lambda device, dtype: kernels.shard(_ops.shard_seq_, _ops.unshard_seq_, device, dtype),
+    "rows": lambda device, dtype: kernels.rows(_ops.rows_pack_, _ops.rows_unpack_, _ops.rows_add_, device, dtype),
     "dropout": lambda device, dtype: kernels.dropout(_ops.dropout, device, dtype),
     "delta": lambda device, dtype: kernels.delta(_ops.attn_delta, device, dtype),
 }
@@ -149,7 +151,7 @@ def _in_torch(name: str, device: torch.device, dtype: torch.dtype) -> bool:
     if self_test.failures.get((name, device, dtype)) == "":  # every call asks
         return False
     is_right = self_test.failures.get((name, device, dtype)) == ""
-    if is_right or device.type == "meta" or (name != "shard" and dtype not in FLOAT_DTYPES):
+    if is_right or device.type == "meta" or (name != "rows" and dtype not in FLOAT_DTYPES):
         return False
     if reason := why_not_kernel(name, device, dtype):
         given = f"ringtile's {name} kernel", f"{dtype} on {device}", reason
@@ -161,21 +163,28 @@ def _in_torch(name: str, device: torch.device, dtype: torch.dtype) -> bool:
 setattr(_in_torch, "_dynamo_marked_constant", True)  # noqa: B010
 
 
-def _call(kernel: str, op: str, name: str, x: Tensor, *given: Any) -> Any:
+def _call(kernel: str, op: str, name: str, x: Tensor | Sequence[Tensor], *given: Any) -> Any:
     """Call op on x, its first argument, which has that name, and others: one of KERNELS, or torch operations instead.
 
     InputError: x is on no device that ringtile knows; or a tensor is sparse, nested or mkldnn, for which torch has no
     kernel.
     """
-    arguments.check_device(name, x)
-    module = torch_ops if _in_torch(kernel, x.device, x.dtype) else _ops
+    in_torch = False
+    for each in (x,) if isinstance(x, Tensor) else x:
+        arguments.check_device(name, each)
+        in_torch = _in_torch(kernel, each.device, each.dtype) or in_torch
     try:
-        return getattr(module, op)(x, *given)
+        return getattr(torch_ops if in_torch else _ops, op)(x, *given)
     except NotImplementedError:
         for index, other in enumerate((x, *given)):
-            if isinstance(other, Tensor):
-                arguments.check_storage(f"argument {index}", other)
+            for each in _tensors(other):
+                arguments.check_storage(f"argument {index}", each)
         raise
+
+
+def _tensors(x: Any) -> Sequence[Tensor]:
+    """Return the tensors of an op's argument."""
+    return [each for each in (x if isinstance(x, (list, tuple)) else (x,)) if isinstance(each, Tensor)]
 
 
 # ---- arguments ----------------------------------------------------------------------------------
@@ -189,7 +198,7 @@ def _register_fake(name: str, host: int = -1) -> None:
     """
 
     def check(*given: Any) -> None:
-        tensors = [x for i, x in enumerate(given) if isinstance(x, Tensor) and (i != host or x.device.type == "meta")]
+        tensors = [x for i, each in enumerate(given) for x in _tensors(each) if i != host or x.device.type == "meta"]
         if any(x.device.type == "meta" for x in tensors):
             others = {f"tensor {i}": x for i, x in enumerate(tensors[1:], 2)}
             arguments.check_devices(f"the first tensor of {name}", tensors[0], **others)
@@ -197,7 +206,7 @@ def _register_fake(name: str, host: int = -1) -> None:
     torch.library.register_fake(f"ringtile::{name}", check)
 
 
-for _name, _host in (("attn_fwd_", 5), ("attn_bwd_", 5), ("shard_seq_", 1), ("unshard_seq_", 1)):
+for _name, _host in (("attn_fwd_", 5), ("attn_bwd_", 5), *((f"rows_{each}_", 1) for each in ("pack", "unpack", "add"))):
     _register_fake(_name, _host)
 _register_fake("glu_bwd_")
 _register_fake("cross_entropy_fwd_bwd_")
@@ -260,20 +269,29 @@ def runs_tensor(runs: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4)
 
 
-def shard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
-    """y[local_begin + j] = x[global_begin + j * stride] along dim, for every run; any dtype and strides."""
-    _call("shard", "shard_seq_", "x", x, runs, dim, y)
+def rows_pack_(xs: Sequence[Tensor], runs: Tensor, dim: int, ys: Sequence[Tensor], table: Tensor | None = None) -> None:
+    """y[local_begin + j] = x[global_begin + j * stride] along dim, for every run, x and its y; any dtypes and strides.
+
+    At most 32 tensors, each with another y of its dtype. table: runs on the device of CUDA tensors, for a single launch
+    where there are more than MAX_RUNS_WITHOUT_TABLE.
+    """
+    _call("rows", "rows_pack_", "x", xs, runs, dim, ys, table)
 
 
-def unshard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
-    """y[global_begin + j * stride] = x[local_begin + j] along dim, for every run; the rest of y keeps its value."""
-    _call("shard", "unshard_seq_", "x", x, runs, dim, y)
+def rows_unpack_(xs: Tensors, runs: Tensor, dim: int, ys: Tensors, table: Tensor | None = None) -> None:
+    """x[global_begin + j * stride] = y[local_begin + j], as of `rows_pack_`; the rest of x keeps its value."""
+    _call("rows", "rows_unpack_", "x", xs, runs, dim, ys, table)
+
+
+def rows_add_(xs: Sequence[Tensor], runs: Tensor, dim: int, ys: Sequence[Tensor], table: Tensor | None = None) -> None:
+    """x[global_begin + j * stride] += y[local_begin + j], as of `rows_pack_`; all of float32, or of float64."""
+    _call("rows", "rows_add_", "x", xs, runs, dim, ys, table)
 
 
 @torch.library.custom_op("ringtile::shard_seq", mutates_args=())
 def _shard_seq(x: Tensor, runs: list[int], dim: int) -> Tensor:
     y: Tensor = _shard_seq_fake(x, runs, dim)
-    shard_seq_(x, runs_tensor([runs]), dim, y)
+    rows_pack_([x], runs_tensor([runs]), dim, [y])
     return y
 
 
@@ -286,7 +304,7 @@ def _shard_seq_fake(x: Tensor, runs: list[int], dim: int) -> Tensor:
 def _unshard_seq(x: Tensor, runs: list[int], dim: int, global_len: int) -> Tensor:
     """Scatter, the adjoint of shard_seq: positions in no run are 0."""
     y = x.new_zeros([*x.shape[:dim], global_len, *x.shape[dim + 1 :]])
-    unshard_seq_(x, runs_tensor([runs]), dim, y)
+    rows_unpack_([y], runs_tensor([runs]), dim, [x])
     return y
 
 

@@ -54,7 +54,7 @@ def main() -> None:
 def likely_after(question: Question) -> list[Question]:
     """What one training asks for: every kernel in the usual dtypes, and attention with the usual head dims or these."""
     dims = {*_HEAD_DIMS} | ({(question.head_dim, question.v_head_dim)} if question.head_dim else set())
-    found = [Question("shard", "int64"), *(Question(name, dtype) for name in ops.KERNELS for dtype in _DTYPES)]
+    found = [Question("rows", "int64"), *(Question(name, dtype) for name in ops.KERNELS for dtype in _DTYPES)]
     for d, dtype, grouped in itertools.product(dims, _DTYPES, (False, True)):
         found.append(Question("attention", dtype, *d, grouped))
     return [each for each in found if each != question]

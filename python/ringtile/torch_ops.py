@@ -10,13 +10,15 @@ Shape letters as in ops.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 BLOCK_NUMBERS = 1 << 22  # of which copies in the state dtype are held at once: 16 MiB each
+Tensors: TypeAlias = "Sequence[Tensor]"
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -75,38 +77,47 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def shard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
-    for of_x, of_y in _of_runs("shard_seq_", x, y, runs, dim, y):
+def rows_pack_(xs: Sequence[Tensor], runs: Tensor, dim: int, ys: Sequence[Tensor], table: Tensor | None = None) -> None:
+    for of_x, of_y in _of_runs("rows_pack_", xs, ys, runs, dim, ys):
         of_y.copy_(of_x)
 
 
 @torch.no_grad()
-def unshard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
-    for of_y, of_x in _of_runs("unshard_seq_", y, x, runs, dim, y):
-        of_y.copy_(of_x)
+def rows_unpack_(xs: Tensors, runs: Tensor, dim: int, ys: Tensors, table: Tensor | None = None) -> None:
+    for of_x, of_y in _of_runs("rows_unpack_", xs, ys, runs, dim, xs):
+        of_x.copy_(of_y)
+
+
+@torch.no_grad()
+def rows_add_(xs: Sequence[Tensor], runs: Tensor, dim: int, ys: Sequence[Tensor], table: Tensor | None = None) -> None:
+    known = all(x.dtype in (torch.float32, torch.float64) for x in xs)
+    _require(known, f"rows_add_: dtypes {[x.dtype for x in xs]}; expected float32 or float64")
+    for of_x, of_y in _of_runs("rows_add_", xs, ys, runs, dim, xs):
+        of_x.add_(of_y)
 
 
 def _of_runs(
-    op: str, whole: Tensor, local: Tensor, runs: Tensor, dim: int, written: Tensor
+    op: str, xs: Tensors, ys: Tensors, runs: Tensor, dim: int, written: Tensors
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Views of the tokens of each run in both tensors. RuntimeError: they do not fit."""
-    for name, x in (("global tensor", whole), ("local tensor", local)):
-        _require(isinstance(x, Tensor), f"{op}: {name} is a {type(x).__name__}, expected a tensor")
-    known = isinstance(dim, int) and 0 <= dim < whole.dim()
-    _require(known, f"{op}: dim {dim} is not a dimension of shape {tuple(whole.shape)}")
-    shape = (*whole.shape[:dim], *local.shape[dim : dim + 1], *whole.shape[dim + 1 :])
-    _check_one(op, "local tensor", local, shape, whole.dtype, whole.device)
-    _check_written(op, written)
-    # The core checks the runs, against tensors that hold nothing.
-    torch.ops.ringtile.shard_seq_(
-        *(torch.empty(whole.size(dim), 0, device="cpu"), runs, 0, torch.empty(local.size(dim), 0, device="cpu"))
-    )
-    if type(runs) is not Tensor:  # a fake one, as is what is copied
-        return
-    for begin, stride, local_begin, length in runs.tolist():
-        tokens = whole.narrow(dim, begin, (length - 1) * stride + 1)
-        every = tokens[(slice(None),) * dim + (slice(None, None, stride),)]
-        yield every, local.narrow(dim, local_begin, length)
+    _require(len(xs) == len(ys), f"{op}: {len(xs)} tensors and {len(ys)} of their rows, expected as many")
+    _check_written(op, *written)
+    for whole, local in zip(xs, ys, strict=True):
+        for name, x in (("global tensor", whole), ("local tensor", local)):
+            _require(isinstance(x, Tensor), f"{op}: {name} is a {type(x).__name__}, expected a tensor")
+        known = isinstance(dim, int) and 0 <= dim < whole.dim()
+        _require(known, f"{op}: dim {dim} is not a dimension of shape {tuple(whole.shape)}")
+        shape = (*whole.shape[:dim], *local.shape[dim : dim + 1], *whole.shape[dim + 1 :])
+        _check_one(op, "local tensor", local, shape, whole.dtype, whole.device)
+        # The core checks the runs, against tensors that hold nothing.
+        nothing = [torch.empty(x.size(dim), 0, device="cpu") for x in (whole, local)]
+        torch.ops.ringtile.rows_pack_(nothing[:1], runs, 0, nothing[1:])
+        if type(runs) is not Tensor:  # a fake one, as is what is copied
+            continue
+        for begin, stride, local_begin, length in runs.tolist():
+            tokens = whole.narrow(dim, begin, (length - 1) * stride + 1)
+            every = tokens[(slice(None),) * dim + (slice(None, None, stride),)]
+            yield every, local.narrow(dim, local_begin, length)
 
 
 # ---- MLP and loss -------------------------------------------------------------------------------

@@ -65,8 +65,9 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
     dlse, runs = torch.empty(2, 4, 8, dtype=torch.float64, device=device), ops.runs_tensor([(0, 1, 0, 8)])
     return {
         "attn_delta": lambda: ops.attn_delta(x, x, dlse),
-        "shard_seq_": lambda: ops.shard_seq_(x, runs, 1, x.clone()),
-        "unshard_seq_": lambda: ops.unshard_seq_(x, runs, 1, x.clone()),
+        "rows_pack_": lambda: ops.rows_pack_([x, x], runs, 1, [x.clone(), x.clone()]),
+        "rows_unpack_": lambda: ops.rows_unpack_([x.clone()], runs, 1, [x]),
+        "rows_add_": lambda: ops.rows_add_([x.float()], runs, 1, [x.float()]),
         "glu_fwd": lambda: ops.glu_fwd(matrix, matrix, 0),
         "glu_bwd_": lambda: ops.glu_bwd_(matrix, matrix.clone(), matrix.clone(), 0),
         "cross_entropy": lambda: ops.cross_entropy_fwd_bwd_(matrix, labels, loss, lse, -100, 0.1, 2.0, 0.1, True),

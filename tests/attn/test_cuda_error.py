@@ -12,19 +12,19 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-SHARD_ONE_FLOAT = """
+PACK_FLOATS = """
 #include <stdio.h>
 #include <string.h>
 #include "cuda/ringtile_cuda.h"
 int main(void) {
     const int64_t size = 5000, stride = 1;
     const rt_run run = {0, 1, 0, 5000};
-    const rt_shard_params p = {.ndim = 1, .dim = 0, .element_bytes = 4, .sizes = &size, .global_len = 5000,
-                               .global_strides = &stride, .local_strides = &stride, .num_runs = 1, .runs = &run};
     _Alignas(16) static float from[5000], to[5000];
+    const rt_rows_tensor x = {1, 0, 4, &size, 5000, &stride, &stride, from, to};
+    const rt_rows_params p = {.num_tensors = 1, .tensors = &x, .num_runs = 1, .runs = &run};
     const char *before = rt_cuda_last_error();
     if (before == NULL || strlen(before) > 0) return 2;
-    if (rt_cuda_shard(&p, from, to, NULL) != RT_CUDA) return 3;
+    if (rt_cuda_rows_pack(&p, NULL, NULL) != RT_CUDA) return 3;
     puts(rt_cuda_last_error());
     return 0;
 }
@@ -37,15 +37,15 @@ def objects(*sources: str) -> list[pathlib.Path]:
     return [made[-1] for made in found] if all(found) else []
 
 
-OBJECTS = objects("shard", "device/last_error")
+OBJECTS = objects("rows", "device/last_error")
 
 
 @pytest.mark.nvcc
 @pytest.mark.skipif(not (OBJECTS and shutil.which("nvcc")), reason="the CUDA kernels are not built")
 def test_a_kernel_that_cannot_start_is_named_with_the_reason(tmp_path: pathlib.Path) -> None:
     """In a process that sees no GPU; the library needs none to be linked."""
-    (tmp_path / "main.c").write_text(SHARD_ONE_FLOAT)
-    core = [ROOT / "csrc" / name for name in ("seq/shard.c", "seq/runs.c", "status.c")]
+    (tmp_path / "main.c").write_text(PACK_FLOATS)
+    core = [ROOT / "csrc" / name for name in ("seq/rows.c", "seq/runs.c", "status.c")]
     toolkit = subprocess.run(["nvcc", "--dryrun", "x.cu"], capture_output=True, text=True).stderr
     folders = re.findall(r'"(-L[^"]+)"', toolkit)
     libraries = [*folders, "-lcudart_static", "-ldl", "-lrt", "-lpthread", "-lstdc++"]
@@ -54,5 +54,5 @@ def test_a_kernel_that_cannot_start_is_named_with_the_reason(tmp_path: pathlib.P
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([tmp_path / "main"], env=environment, capture_output=True, text=True, check=True)
     reason = r"(CUDA driver version is insufficient.* \(cudaErrorInsufficientDriver\)|.* \(cudaErrorNoDevice\))"
-    launched = r"; kernel (\S+ )?at shard\.cu:\d+, grid \(5, 1, 1\), 256 threads, 0 bytes of shared memory, no device"
+    launched = r"; kernel (\S+ )?at rows\.cu:\d+, grid \(20, 1, 1\), 256 threads, 0 bytes of shared memory, no device"
     assert re.fullmatch(rf"{reason}{launched}, driver for CUDA \d+\.\d+, runtime \d+\.\d+\n", done.stdout), done.stdout

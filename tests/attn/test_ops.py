@@ -74,6 +74,14 @@ def convolution_arguments() -> tuple[torch.Tensor, ...]:
     return torch.randn(B, N, 3), torch.randn(3, 4), torch.randn(3), seq_idx, torch.randn(B, 3, 3)
 
 
+def rows_arguments(
+    batch: int, num_rows: int, dim: int
+) -> tuple[list[torch.Tensor], torch.Tensor, int, list[torch.Tensor]]:
+    """Two tensors, runs of every second row but the first, dim, and two with these rows."""
+    xs, ys = ([torch.randn(batch, rows, width) for width in (dim, dim + 1)] for rows in (num_rows, num_rows // 2))
+    return xs, ops.runs_tensor([(num_rows % 2, 2, 0, num_rows // 2)]), 1, ys
+
+
 TWO_HALVES = torch.tensor([[0, 0, 1, 0, 4], [1, 4, 1, 0, 4]])
 
 OPCHECK_CASES = {
@@ -85,8 +93,7 @@ OPCHECK_CASES = {
         torch.zeros(B, K, G, D), torch.zeros(B, K, G, Dv), *causal(K),
     ),
     "attn_delta": lambda: (torch.randn(B, N, H, Dv), torch.randn(B, N, H, Dv), torch.randn(B, H, N).double()),
-    "shard_seq_": lambda: (torch.randn(2, 8, 3), ops.runs_tensor([(1, 2, 0, 4)]), 1, torch.zeros(2, 4, 3)),
-    "unshard_seq_": lambda: (torch.randn(2, 4, 3), ops.runs_tensor([(1, 2, 0, 4)]), 1, torch.zeros(2, 8, 3)),
+    **dict.fromkeys(("rows_pack_", "rows_unpack_", "rows_add_"), lambda: rows_arguments(2, 8, 3)),
     "shard_seq": lambda: (torch.randn(2, 8, 3, requires_grad=True), [6, 1, 0, 2, 0, 1, 2, 2], 1),
     "unshard_seq": lambda: (torch.randn(2, 4, 3), [6, 1, 0, 2, 0, 1, 2, 2], 1, 8),
     "layout_check": lambda: (TWO_HALVES, 8, 2),
@@ -323,7 +330,7 @@ def test_layout_check_refuses_runs_that_do_not_partition(layout: torch.Tensor, s
 @pytest.mark.in_torch_too
 def test_shard_refuses_a_run_outside_the_sequence() -> None:
     with pytest.raises(RuntimeError, match="a run needs"):
-        ops.shard_seq_(torch.zeros(2, 8), ops.runs_tensor([(5, 1, 0, 4)]), 1, torch.zeros(2, 4))
+        ops.rows_pack_([torch.zeros(2, 8)], ops.runs_tensor([(5, 1, 0, 4)]), 1, [torch.zeros(2, 4)])
     with pytest.raises(InputError, match="dim 2"):
         ops.shard_seq(torch.zeros(2, 8), [(0, 1, 0, 4)], 2)
 
@@ -334,7 +341,78 @@ def test_shard_refuses_runs_and_outputs_that_overlap() -> None:
     with pytest.raises(RuntimeError, match="two runs of a rank must not share a position"):
         ops.shard_seq(torch.zeros(2, 8), [(0, 1, 0, 4), (3, 1, 4, 2)], 1)
     with pytest.raises(RuntimeError, match="must not overlap itself"):
-        ops.unshard_seq_(torch.zeros(2, 4), ops.runs_tensor([(0, 1, 0, 4)]), 1, torch.zeros(8).expand(2, 8))
+        ops.rows_unpack_([torch.zeros(8).expand(2, 8)], ops.runs_tensor([(0, 1, 0, 4)]), 1, [torch.zeros(2, 4)])
+
+
+ROW_RUNS = {  # global_begin, stride, local_begin, length
+    "none": [],
+    "one": [(0, 1, 0, 7)],
+    "head": [(0, 1, 0, 3)],
+    "several": [(5, 1, 1, 3), (9, 2, 4, 2), (0, 1, 6, 1)],
+    "many": [(3 * r, 1, 2 * r, 2) for r in range(100)],
+}
+ROW_DTYPES = (*ops.FLOAT_DTYPES, torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn)
+
+
+@pytest.mark.in_torch_too
+@pytest.mark.parametrize("runs", ROW_RUNS)
+@pytest.mark.parametrize("dtype", ROW_DTYPES)
+def test_rows_are_those_of_indexing(runs: str, dtype: torch.dtype) -> None:
+    """Of k (B, N, G, D), v (B, N, G, Dv), views of wider tensors, and one of another dtype, as in an all-to-all."""
+    rows = [run[0] + run[1] * j for run in ROW_RUNS[runs] for j in range(run[3])]
+    packed = [run[2] + j for run in ROW_RUNS[runs] for j in range(run[3])]
+    kinds = [((2, 3, 8), dtype), ((2, 3, 5), dtype), ((3,), torch.float64)]
+
+    def numbers(num_rows: int) -> list[torch.Tensor]:
+        wide = [torch.randint(0, 2, (2, num_rows, *shape[1:-1], shape[-1] + 1)).to(kind) for shape, kind in kinds]
+        return [wide[0][..., :-1], wide[1][..., 1:], wide[2][..., 1:]]
+
+    ops_of = {"pack": ops.rows_pack_, "unpack": ops.rows_unpack_, "add": ops.rows_add_}
+    for name, op in ops_of.items():
+        xs, ys = numbers(300), numbers(201)
+        if name == "add":
+            if dtype not in (torch.float32, torch.float64):
+                continue
+            xs, ys = ([torch.randn(x.shape, dtype=dtype)[..., 1:] for x in of] for of in (xs, ys))
+        all_before = [[x.clone() for x in of] for of in (xs, ys)]
+        op(xs, ops.runs_tensor(ROW_RUNS[runs]), 1, ys)
+        for x, y, before_x, before_y in zip(xs, ys, *all_before, strict=True):
+            if name == "pack":
+                before_y[:, packed] = before_x[:, rows]
+            elif name == "unpack":
+                before_x[:, rows] = before_y[:, packed]
+            else:
+                before_x[:, rows] = before_x[:, rows] + before_y[:, packed]
+            assert torch.equal(x, before_x), name
+            assert torch.equal(y, before_y), name
+
+
+@pytest.mark.in_torch_too
+def test_rows_refuse_what_does_not_fit() -> None:
+    xs, runs, dim, ys = rows_arguments(2, 8, 3)
+    for op in (ops.rows_pack_, ops.rows_unpack_, ops.rows_add_):
+        with pytest.raises(RuntimeError, match="2 tensors and 1 of their rows"):
+            op(xs, runs, dim, ys[:1])
+        with pytest.raises(RuntimeError, match="local"):
+            op(xs, runs, dim, ys[::-1])
+        with pytest.raises(RuntimeError, match="dtype"):
+            op(xs, runs, dim, [ys[0], ys[1].double()])
+        with pytest.raises(RuntimeError, match="a run needs"):
+            op(xs, runs + 2, dim, ys)
+        with pytest.raises(RuntimeError, match="dim 3 is not a dimension"):
+            op(xs, runs, 3, ys)
+    for dtype in (torch.bfloat16, torch.int32):
+        with pytest.raises(RuntimeError, match=r"float32 or float64|not supported"):
+            ops.rows_add_([x.to(dtype) for x in xs], runs, dim, [y.to(dtype) for y in ys])
+
+
+def test_rows_of_two_tensors_may_not_meet() -> None:
+    """The kernels' own: torch operations would write them one after another."""
+    xs, runs, dim, ys = rows_arguments(2, 8, 3)
+    with pytest.raises(RuntimeError, match="must not share memory"):
+        ops.rows_pack_([xs[0], xs[0]], runs, dim, [ys[0], ys[0]])
+    with pytest.raises(RuntimeError, match="33 tensors, expected at most 32"):
+        ops.rows_pack_([xs[0]] * 33, runs, dim, [ys[0]] * 33)
 
 
 def test_attention_refuses_outputs_that_overlap() -> None:
@@ -361,8 +439,7 @@ LARGE_CASES: dict[str, Callable[[], tuple[object, ...]]] = {  # what threads div
         torch.randn(150, 1000), torch.arange(150), torch.zeros(150), torch.zeros(150), -100, 0.1, 1e-4, 30.0, True,
     ),
     "dropout": lambda: (torch.randn(150, 1000), torch.arange(300).view(150, 2), 0.5, 1, 2, 3),
-    "shard_seq_": lambda: (torch.randn(9, 999, 30), ops.runs_tensor([(1, 2, 0, 499)]), 1, torch.zeros(9, 499, 30)),
-    "unshard_seq_": lambda: (torch.randn(9, 499, 30), ops.runs_tensor([(1, 2, 0, 499)]), 1, torch.zeros(9, 999, 30)),
+    **dict.fromkeys(("rows_pack_", "rows_unpack_", "rows_add_"), lambda: rows_arguments(9, 999, 30)),
 }  # fmt: skip
 
 

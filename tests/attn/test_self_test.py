@@ -22,11 +22,11 @@ REAL = torch.ops.ringtile
 ARGUMENTS = {
     "GLU": "glu_bwd_",
     "loss": "cross_entropy_fwd_bwd_",
-    "shard": "shard_seq_",
+    "rows": "rows_pack_",
     "dropout": "dropout",
     "delta": "attn_delta",
 }
-DTYPES = dict.fromkeys(ARGUMENTS, ops.FLOAT_DTYPES) | {"shard": (*ops.FLOAT_DTYPES, torch.bool, torch.int64)}
+DTYPES = dict.fromkeys(ARGUMENTS, ops.FLOAT_DTYPES) | {"rows": (*ops.FLOAT_DTYPES, torch.bool, torch.int64)}
 
 
 class Ops:
@@ -56,10 +56,10 @@ def cross_entropy_fwd_bwd_(logits: Tensor, *arguments: Any) -> None:
     logits[:, -1] *= 1.02  # of one class
 
 
-def shard_seq_(x: Tensor, runs: Tensor, dim: int, y: Tensor) -> None:
-    REAL.shard_seq_(x, runs, dim, y)
-    last = y.narrow(dim, y.size(dim) - 1, 1)
-    last.copy_(y.narrow(dim, 0, 1))
+def rows_pack_(xs: list[Tensor], runs: Tensor, dim: int, ys: list[Tensor], table: Tensor | None = None) -> None:
+    REAL.rows_pack_(xs, runs, dim, ys, table)
+    last = ys[-1].narrow(dim, ys[-1].size(dim) - 1, 1)
+    last.copy_(ys[-1].narrow(dim, 0, 1))
 
 
 def dropout(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: int) -> Tensor:

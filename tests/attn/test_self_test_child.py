@@ -127,7 +127,7 @@ def test_training_goes_on_with_the_next_backend(
             in message
         )
         assert "aten's flash attention runs instead" in message
-    assert len(children.started) == before + 2  # of the shards' kernel, and of attention's
+    assert len(children.started) == before + 2  # of the kernel of rows, and of attention's
     for pid in children.started:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -136,11 +136,11 @@ def test_training_goes_on_with_the_next_backend(
 def test_only_the_kernel_that_crashed_is_wrong(children: Children) -> None:
     """The others are asked of another child, also of a later process."""
     children.answer(CRASH, of="GLU")
-    assert child_process.why_not(CPU, LOSS, GLU, Question("shard", "bool")) == ""
+    assert child_process.why_not(CPU, LOSS, GLU, Question("rows", "bool")) == ""
     assert len(children.started) == 2
     children.answer(start="sys.exit(1)")
     child_process.forget()
-    questions = LOSS, GLU, Question("shard", "bool")
+    questions = LOSS, GLU, Question("rows", "bool")
     assert [child_process.why_not(CPU, each) for each in questions] == ["", "crashes: signal 11 (SIGSEGV)", ""]
 
 
@@ -398,7 +398,7 @@ def test_the_program_tests_ringtiles_kernels_and_then_likely_ones(
         json.loads(question)[:2] for question, reason in found.items() if reason == "crashes: signal 11 (SIGSEGV)"
     ]
     assert crashed == [["GLU", "bfloat16"]]
-    assert found[json.dumps(Question("shard", "int64"))] == ""
+    assert found[json.dumps(Question("rows", "int64"))] == ""
 
 
 @pytest.mark.long  # two more children that import torch
@@ -409,7 +409,7 @@ def test_the_program_as_it_is(children: Children, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(children.count.parent / "cache"))
     program = "import sys; sys.path[:] = sys.argv[3:]; from ringtile.self_test_child import main; main()"
     monkeypatch.setattr(child_process, "PROGRAM", program)
-    assert ops.why_not_kernel("shard", CPU, torch.int64) == ""
+    assert ops.why_not_kernel("rows", CPU, torch.int64) == ""
     monkeypatch.setattr(child_process, "PROGRAM", "")
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert [ops.why_not_kernel(name, CPU, dtype) for name in ops.KERNELS] == [""] * len(ops.KERNELS)

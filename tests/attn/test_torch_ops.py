@@ -30,7 +30,7 @@ def fresh() -> Iterator[None]:
 def test_they_keep_the_kernels_bounds(fresh: None, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """In each dtype, against themselves in float64, which the tests' own oracles check."""
     monkeypatch.setattr(ops, "_ops", torch_ops)
-    for name in ops.KERNELS if dtype in ops.FLOAT_DTYPES else ["shard"]:
+    for name in ops.KERNELS if dtype in ops.FLOAT_DTYPES else ["rows"]:
         assert ops.why_not_kernel(name, CPU, dtype) == "", name
 
 
@@ -142,11 +142,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "probability": (lambda: ops.dropout(M, PLACES[:3], 1.5, 0, 0, 0), "a probability must be in"),
     "seed": (lambda: ops.dropout(M, PLACES[:3], 0.5, 2**32, 0, 0), "seed is 4294967296, expected 0"),
     "places": (lambda: ops.dropout(M, PLACES, 0.5, 0, 0, 0), "places has shape"),
-    "dim": (lambda: ops.shard_seq_(M, ops.runs_tensor([]), 2, M), "dim 2 is not a dimension"),
-    "other dims": (lambda: ops.shard_seq_(M, ops.runs_tensor([(0, 1, 0, 2)]), 1, M[:1]), "local tensor has shape"),
-    "a run": (lambda: ops.unshard_seq_(M, ops.runs_tensor([(3, 1, 0, 4)]), 1, M.clone()), "a run needs"),
+    "dim": (lambda: ops.rows_pack_([M], ops.runs_tensor([]), 2, [M]), "dim 2 is not a dimension"),
+    "other dims": (lambda: ops.rows_pack_([M], ops.runs_tensor([(0, 1, 0, 2)]), 1, [M[:1]]), "local tensor has shape"),
+    "a run": (lambda: ops.rows_unpack_([M.clone()], ops.runs_tensor([(3, 1, 0, 4)]), 1, [M]), "a run needs"),
     "two runs": (
-        lambda: ops.shard_seq_(M, ops.runs_tensor([(0, 1, 0, 2), (1, 1, 2, 2)]), 1, M),
+        lambda: ops.rows_pack_([M], ops.runs_tensor([(0, 1, 0, 2), (1, 1, 2, 2)]), 1, [M]),
         "must not share a pos",
     ),
 }

@@ -1,4 +1,4 @@
-// Runs, layouts, shard, plans and the digest.
+// Runs, layouts, rows, plans and the digest.
 #include "fuzz.h"
 #include "layouts.h"
 
@@ -41,18 +41,17 @@ enum { RUN_CORPUS = sizeof(run_corpus) / sizeof(run_corpus[0]) };
 
 static void try_runs(uint64_t *state, int64_t entry) {
     rt_run runs[MAX_RUNS];
-    int64_t local_len, positions[128], num_runs = draw_runs(state, random_int(state, 0, 60), runs, &local_len);
+    int64_t local_len, num_runs = draw_runs(state, random_int(state, 0, 60), runs, &local_len);
     verdict expected = VALID;
     const int64_t existing = num_runs;
-    bool no_runs = false, no_positions = false;
+    bool no_runs = false;
     for (int64_t times = random_int(state, 0, 2); times > 0; times--) {
         expected = UNKNOWN;
         const int64_t kind = random_int(state, 0, 9);
         if (kind == 0) num_runs = hostile(state, num_runs);
         if (kind == 1) local_len = hostile(state, local_len);
         if (kind == 2) no_runs = true;
-        if (kind == 3) no_positions = true;
-        if (kind > 3) spoil_run(state, runs, existing);
+        if (kind > 2) spoil_run(state, runs, existing);
     }
     if (entry >= 0) {
         memcpy(runs, run_corpus[entry], sizeof(run_corpus[entry]));
@@ -68,23 +67,6 @@ static void try_runs(uint64_t *state, int64_t entry) {
         expected = of_runs == UNKNOWN ? UNKNOWN : of_runs; // exact, spoiled or not
     }
     judge("rt_runs_check", expected, rt_runs_check(list, num_runs, local_len));
-
-    int64_t filled = 0;
-    for (int64_t r = 0; expected == VALID && r < num_runs; r++) filled += runs[r].length;
-    if (expected == VALID && filled != local_len) expected = FORBIDDEN;
-    if (no_positions && local_len > 0) expected = FORBIDDEN;
-    if (expected != FORBIDDEN && (expected != VALID || local_len > 128)) {
-        num_skipped++;
-    } else {
-        int64_t *to = exactly(positions, expected == VALID ? (size_t)local_len * sizeof(*to) : 0);
-        const rt_status status = rt_runs_positions(list, num_runs, no_positions ? NULL : to, local_len);
-        if (judge("rt_runs_positions", expected, status))
-            for (int64_t r = 0; r < num_runs; r++)
-                for (int64_t j = 0; j < runs[r].length; j++)
-                    if (to[runs[r].local_begin + j] != runs[r].global_begin + j * runs[r].stride)
-                        wrong("rt_runs_positions", "gave a wrong position");
-        free(to);
-    }
     free(given);
 }
 
@@ -143,7 +125,7 @@ static void try_layout(uint64_t *state) {
     free(runs), free(offsets), free(places);
 }
 
-// ---- shard -------------------------------------------------------------------------------------------------
+// ---- rows --------------------------------------------------------------------------------------------------
 
 // What a call of a valid problem changes: {field, value} pairs of its params.
 enum {
@@ -156,22 +138,21 @@ enum {
     GLOBAL_STRIDES = SIZES + 4,
     LOCAL_STRIDES = GLOBAL_STRIDES + 4
 };
-static const int64_t shard_corpus[][4] = {
+static const int64_t rows_corpus[][4] = {
     {ELEMENT_BYTES, INT64_MAX, SIZES, 2},         {SIZES, 1LL << 32, SIZES + 1, 1LL << 32},
     {LOCAL_STRIDES, 1LL << 62, SIZES, 5},         {GLOBAL_STRIDES, INT64_MIN, SIZES, 3},
     {SIZES, INT64_MAX, LOCAL_STRIDES, INT64_MAX}, {GLOBAL_LEN, INT64_MAX, GLOBAL_STRIDES, INT64_MAX},
 };
-enum { SHARD_CORPUS = sizeof(shard_corpus) / sizeof(shard_corpus[0]) };
+enum { ROWS_CORPUS = sizeof(rows_corpus) / sizeof(rows_corpus[0]) };
 
-static void try_shard(uint64_t *state, int64_t entry) {
+static void try_rows(uint64_t *state, int64_t entry) {
     rt_run runs[MAX_RUNS];
     int64_t local_len, seq_len = random_int(state, 0, 40);
     const int64_t existing = draw_runs(state, seq_len, runs, &local_len);
     block x[2] = {{0}, {0}}, copies[2]; // global, local
-    rt_shard_params p = {.ndim = random_int(state, 1, 4),
-                         .element_bytes = random_int(state, 1, 17),
-                         .global_len = seq_len,
-                         .num_runs = existing};
+    rt_rows_tensor p = {
+        .ndim = random_int(state, 1, 4), .element_bytes = random_int(state, 1, 17), .global_len = seq_len};
+    rt_rows_params all = {.num_tensors = 1, .tensors = &p, .num_runs = existing};
     int64_t sizes[16] = {0}, strides[2][16] = {{0}};
     p.dim = random_int(state, 0, p.ndim - 1);
     for (int64_t d = 0; d < p.ndim; d++)
@@ -187,10 +168,10 @@ static void try_shard(uint64_t *state, int64_t entry) {
     for (int64_t times = random_int(state, 0, 2); times > 0 || entry >= 0; times--) {
         expected = UNKNOWN;
         const int64_t kind = random_int(state, 0, 15), any = random_int(state, 0, 3);
-        int64_t *const fields[] = {&p.ndim, &p.dim, &p.element_bytes, &p.global_len, &p.num_runs};
+        int64_t *const fields[] = {&p.ndim, &p.dim, &p.element_bytes, &p.global_len, &all.num_runs};
         if (entry >= 0) {
             for (int i = 0; i < 4; i += 2) {
-                const int64_t field = shard_corpus[entry][i], value = shard_corpus[entry][i + 1];
+                const int64_t field = rows_corpus[entry][i], value = rows_corpus[entry][i + 1];
                 *(field < SIZES            ? fields[field]
                   : field < GLOBAL_STRIDES ? &sizes[field - SIZES]
                   : field < LOCAL_STRIDES  ? &strides[0][field - GLOBAL_STRIDES]
@@ -208,9 +189,10 @@ static void try_shard(uint64_t *state, int64_t entry) {
         if (kind == 13) strides[1][any] = hostile(state, strides[1][any]);
         if (kind > 13) spoil_run(state, runs, existing);
     }
-    if (p.num_runs > existing) p.num_runs = existing;
+    if (all.num_runs > existing) all.num_runs = existing;
     const bool dims = p.ndim >= 1 && p.ndim <= 16 && p.dim >= 0 && p.dim < p.ndim;
-    bool forbidden = no_params || !dims || missing[0] || missing[1] || missing[2] || p.num_runs < 0 || p.global_len < 0;
+    bool forbidden =
+        no_params || !dims || missing[0] || missing[1] || missing[2] || all.num_runs < 0 || p.global_len < 0;
     for (int i = 0; i < 2 && dims; i++) {
         x[i].ndim = p.ndim, x[i].element_bytes = p.element_bytes;
         memcpy(x[i].sizes, sizes, sizeof(sizes));
@@ -222,15 +204,15 @@ static void try_shard(uint64_t *state, int64_t entry) {
         const verdict of_block = judge_block(&as_bytes);
         expected = worse(expected, of_block == UNKNOWN ? expected : of_block);
     }
-    if (dims && p.num_runs >= 0)
-        expected = worse(expected, judge_runs(runs, p.num_runs, sizes[p.dim], p.global_len, false));
+    if (dims && all.num_runs >= 0)
+        expected = worse(expected, judge_runs(runs, all.num_runs, sizes[p.dim], p.global_len, false));
     if (forbidden) expected = FORBIDDEN;
     if (expected == IMPOSSIBLE) {
         num_skipped++;
         return;
     }
     if ((x[0].is_null || x[1].is_null) && expected != FORBIDDEN)
-        expected = !is_empty(&x[1]) && p.num_runs > 0 ? FORBIDDEN : UNKNOWN;
+        expected = !is_empty(&x[1]) && all.num_runs > 0 ? FORBIDDEN : UNKNOWN;
     for (int i = 0; i < 2; i++) {
         if (!dims || expected == FORBIDDEN) x[i].is_null = x[i].is_null || expected == FORBIDDEN;
         const bool null = x[i].is_null;
@@ -239,16 +221,18 @@ static void try_shard(uint64_t *state, int64_t entry) {
         copies[i] = copy_of(&x[i]);
         if (expected == FORBIDDEN && !null) x[i].data = x[i].memory;
     }
-    if (random_int(state, 0, 19) == 0 && expected != FORBIDDEN && p.num_runs > 0 && !is_empty(&x[1]) &&
+    if (random_int(state, 0, 19) == 0 && expected != FORBIDDEN && all.num_runs > 0 && !is_empty(&x[1]) &&
         alias(x, to_global ? 0 : 1, to_global ? 1 : 0))
         expected = FORBIDDEN;
     rt_run *list = exactly(runs, (size_t)(existing > 0 ? existing : 0) * sizeof(*list));
     p.sizes = missing[0] ? NULL : sizes, p.global_strides = missing[1] ? NULL : strides[0];
-    p.local_strides = missing[2] ? NULL : strides[1], p.runs = list;
-    const rt_status status = to_global ? rt_unshard(no_params ? NULL : &p, x[1].data, x[0].data, parallel)
-                                       : rt_shard(no_params ? NULL : &p, x[0].data, x[1].data, parallel);
-    if (judge(to_global ? "rt_unshard" : "rt_shard", expected, status) && !is_empty(&x[1]) && p.num_runs > 0) {
-        for (int64_t r = 0; r < p.num_runs; r++) { // each element of local, run by run
+    p.local_strides = missing[2] ? NULL : strides[1], all.runs = list;
+    p.global = x[0].data, p.local = x[1].data;
+    const rt_status status =
+        to_global ? rt_rows_unpack(no_params ? NULL : &all, parallel) : rt_rows_pack(no_params ? NULL : &all, parallel);
+    if (judge(to_global ? "rt_rows_unpack" : "rt_rows_pack", expected, status) && !is_empty(&x[1]) &&
+        all.num_runs > 0) {
+        for (int64_t r = 0; r < all.num_runs; r++) { // each element of local, run by run
             int64_t index[16] = {0}, d = 0;
             while (d >= 0) {
                 int64_t at[2] = {0, 0};
@@ -265,7 +249,8 @@ static void try_shard(uint64_t *state, int64_t entry) {
             }
         }
         for (int i = 0; i < 2; i++)
-            if (memcmp(copies[i].memory, x[i].memory, x[i].num_bytes) != 0) wrong("rt_shard", "gave a wrong result");
+            if (memcmp(copies[i].memory, x[i].memory, x[i].num_bytes) != 0)
+                wrong("rt_rows_pack or rt_rows_unpack", "gave a wrong result");
     }
     for (int i = 0; i < 2; i++) free(x[i].memory), free(copies[i].memory);
     free(list);
@@ -403,7 +388,7 @@ static void try_digest(uint64_t *state) {
 
 static void trial(uint64_t *state, int64_t entry) {
     if (entry >= RUN_CORPUS)
-        try_shard(state, entry - RUN_CORPUS);
+        try_rows(state, entry - RUN_CORPUS);
     else if (entry >= 0)
         try_runs(state, entry);
     else if (trial_number % 16 == 0)
@@ -415,7 +400,7 @@ static void trial(uint64_t *state, int64_t entry) {
     else if (trial_number % 4 == 3)
         try_plan(state), try_meetings(state);
     else
-        try_shard(state, -1);
+        try_rows(state, -1);
 }
 
-int main(int argc, char **argv) { return fuzz_main(argc, argv, 12000, RUN_CORPUS + SHARD_CORPUS, trial); }
+int main(int argc, char **argv) { return fuzz_main(argc, argv, 12000, RUN_CORPUS + ROWS_CORPUS, trial); }

@@ -78,4 +78,13 @@ static inline int64_t local_len_of(const layout *l, int64_t rank) {
     return local_len;
 }
 
+// The global position of each local token.
+static inline int64_t *positions_of(const layout *l, int64_t rank) {
+    int64_t *positions = must_alloc((size_t)local_len_of(l, rank) * sizeof(*positions));
+    for (int64_t r = l->run_offsets[rank]; r < l->run_offsets[rank + 1]; r++)
+        for (int64_t j = 0; j < l->runs[r].length; j++)
+            positions[l->runs[r].local_begin + j] = l->runs[r].global_begin + j * l->runs[r].stride;
+    return positions;
+}
+
 #endif // RINGTILE_TESTS_LAYOUTS_H

@@ -1,4 +1,5 @@
-// Status messages, runs, layouts, shard and unshard. The oracle of the copies is one loop over every element.
+// Status messages, runs, layouts, and rows packed, unpacked and added. The oracle of the copies is one loop over every
+// element.
 #include "../../csrc/seq/runs.h"
 #include "layouts.h"
 
@@ -147,19 +148,6 @@ static void test_layout_check_walks_dense_runs(void) {
     free(runs), free(places);
 }
 
-static void test_positions_fill_every_local_token(void) {
-    int64_t positions[5];
-    const rt_run runs[] = {{10, 3, 2, 3}, {4, 1, 0, 2}};
-    const int64_t want[] = {4, 5, 10, 13, 16};
-    CHECK_STATUS(rt_runs_positions(runs, 2, positions, 5), RT_OK);
-    for (int i = 0; i < 5; i++) CHECK_INT(positions[i], want[i]);
-    CHECK_STATUS(rt_runs_positions(runs, 1, positions, 5), RT_BAD_RUN);
-    const rt_run twice[] = {{0, 1, 0, 3}, {8, 1, 2, 2}};
-    CHECK_STATUS(rt_runs_positions(twice, 2, positions, 5), RT_BAD_RUN);
-    CHECK_STATUS(rt_runs_positions(runs, 2, NULL, 5), RT_BAD_POINTER);
-    CHECK_STATUS(rt_runs_positions(NULL, 0, NULL, 0), RT_OK);
-}
-
 // A random layout passes; with any one run moved by one position it is refused.
 static void test_random_layouts_check_and_break(void) {
     uint64_t state = 1;
@@ -180,7 +168,7 @@ static void test_random_layouts_check_and_break(void) {
     }
 }
 
-// ---- shard -------------------------------------------------------------------------------------------------
+// ---- rows --------------------------------------------------------------------------------------------------
 
 enum { MAX_NDIM = 5 };
 
@@ -211,105 +199,180 @@ static tensor random_tensor(uint64_t *state, const int64_t *sizes, int64_t ndim,
 }
 
 // Whether every element of local equals its element of global.
-static bool local_equals_global(const rt_shard_params *p, const uint8_t *global, const uint8_t *local,
-                                const int64_t *positions) {
+static bool local_equals_global(const rt_rows_tensor *x, const int64_t *positions) {
     int64_t num_elements = 1;
-    for (int64_t d = 0; d < p->ndim; d++) num_elements *= p->sizes[d];
+    for (int64_t d = 0; d < x->ndim; d++) num_elements *= x->sizes[d];
     for (int64_t i = 0; i < num_elements; i++) {
         int64_t index = i, global_at = 0, local_at = 0;
-        for (int64_t d = p->ndim - 1; d >= 0; d--) {
-            const int64_t at = index % p->sizes[d];
-            global_at += (d == p->dim ? positions[at] : at) * p->global_strides[d];
-            local_at += at * p->local_strides[d];
-            index /= p->sizes[d];
+        for (int64_t d = x->ndim - 1; d >= 0; d--) {
+            const int64_t at = index % x->sizes[d];
+            global_at += (d == x->dim ? positions[at] : at) * x->global_strides[d];
+            local_at += at * x->local_strides[d];
+            index /= x->sizes[d];
         }
-        const size_t bytes = (size_t)p->element_bytes;
+        const size_t bytes = (size_t)x->element_bytes;
+        const char *global = x->global, *local = x->local;
         if (memcmp(global + (size_t)global_at * bytes, local + (size_t)local_at * bytes, bytes) != 0) return false;
     }
     return true;
 }
 
-// Shards a random tensor to every rank and unshards the shards into a second tensor, which must equal the first.
-static void check_shard(uint64_t *state, int64_t seq_len, int64_t max_size, rt_parallel parallel) {
+enum { MAX_TENSORS = 6 };
+
+// Packs the rows of random tensors for every rank, and unpacks them into others, which must equal the first.
+static void check_rows(uint64_t *state, int64_t seq_len, int64_t max_size, rt_parallel parallel) {
     const layout l = random_layout(state, seq_len);
-    const int64_t ndim = random_int(state, 1, MAX_NDIM), dim = random_int(state, 0, ndim - 1);
-    const int64_t element_bytes = random_int(state, 1, 17);
-    int64_t sizes[MAX_NDIM];
-    for (int64_t d = 0; d < ndim; d++) sizes[d] = d == dim ? seq_len : random_int(state, 1, max_size);
-    tensor global = random_tensor(state, sizes, ndim, element_bytes);
-    tensor unsharded = random_tensor(state, sizes, ndim, element_bytes);
-    if (dim > 0 && random_int(state, 0, 2) == 0) global.strides[0] = 0; // an expanded source
-
+    const int64_t num_tensors = random_int(state, 1, MAX_TENSORS);
+    tensor global[MAX_TENSORS], unpacked[MAX_TENSORS], local[MAX_TENSORS];
+    rt_rows_tensor x[MAX_TENSORS];
+    for (int64_t i = 0; i < num_tensors; i++) {
+        const int64_t ndim = random_int(state, 1, MAX_NDIM), dim = random_int(state, 0, ndim - 1);
+        int64_t sizes[MAX_NDIM];
+        for (int64_t d = 0; d < ndim; d++) sizes[d] = d == dim ? seq_len : random_int(state, 1, max_size);
+        x[i] = (rt_rows_tensor){
+            .ndim = ndim, .dim = dim, .element_bytes = random_int(state, 1, 17), .global_len = seq_len};
+        global[i] = random_tensor(state, sizes, ndim, x[i].element_bytes);
+        unpacked[i] = random_tensor(state, sizes, ndim, x[i].element_bytes);
+        if (dim > 0 && random_int(state, 0, 2) == 0) global[i].strides[0] = 0; // an expanded source
+    }
     for (int64_t rank = 0; rank < l.num_ranks; rank++) {
-        sizes[dim] = local_len_of(&l, rank);
-        tensor local = random_tensor(state, sizes, ndim, element_bytes);
-        int64_t *positions = must_alloc((size_t)sizes[dim] * sizeof(*positions));
-        rt_shard_params p = {
-            .ndim = ndim,
-            .dim = dim,
-            .element_bytes = element_bytes,
-            .sizes = local.sizes,
-            .global_len = seq_len,
-            .global_strides = global.strides,
-            .local_strides = local.strides,
-            .runs = l.runs + l.run_offsets[rank],
-            .num_runs = l.run_offsets[rank + 1] - l.run_offsets[rank],
-        };
-        CHECK_STATUS(rt_runs_positions(p.runs, p.num_runs, positions, sizes[dim]), RT_OK);
-        CHECK_STATUS(rt_shard(&p, global.bytes, local.bytes, parallel), RT_OK);
-        CHECK(local_equals_global(&p, global.bytes, local.bytes, positions));
-        p.global_strides = unsharded.strides;
-        CHECK_STATUS(rt_unshard(&p, local.bytes, unsharded.bytes, parallel), RT_OK);
-        CHECK(local_equals_global(&p, unsharded.bytes, local.bytes, positions));
+        const int64_t local_len = local_len_of(&l, rank);
+        const rt_rows_params p = {.num_tensors = num_tensors,
+                                  .tensors = x,
+                                  .num_runs = l.run_offsets[rank + 1] - l.run_offsets[rank],
+                                  .runs = l.runs + l.run_offsets[rank]};
+        int64_t *positions = positions_of(&l, rank);
+        for (int64_t i = 0; i < num_tensors; i++) {
+            int64_t sizes[MAX_NDIM];
+            memcpy(sizes, unpacked[i].sizes, sizeof(sizes));
+            sizes[x[i].dim] = local_len;
+            local[i] = random_tensor(state, sizes, x[i].ndim, x[i].element_bytes);
+            x[i].sizes = local[i].sizes, x[i].local_strides = local[i].strides, x[i].local = local[i].bytes;
+            x[i].global_strides = global[i].strides, x[i].global = global[i].bytes;
+        }
+        CHECK_STATUS(rt_rows_pack(&p, parallel), RT_OK);
+        for (int64_t i = 0; i < num_tensors; i++) {
+            CHECK(local_equals_global(&x[i], positions));
+            x[i].global_strides = unpacked[i].strides, x[i].global = unpacked[i].bytes;
+        }
+        CHECK_STATUS(rt_rows_unpack(&p, parallel), RT_OK);
+        for (int64_t i = 0; i < num_tensors; i++) {
+            CHECK(local_equals_global(&x[i], positions));
+            free(local[i].bytes);
+        }
         free(positions);
-        free(local.bytes);
     }
-    // All ranks have written: as the local tensor of the identity layout, unsharded equals global.
-    if (seq_len > 0) {
-        int64_t *identity = must_alloc((size_t)seq_len * sizeof(*identity));
-        for (int64_t i = 0; i < seq_len; i++) identity[i] = i;
-        sizes[dim] = seq_len;
-        const rt_shard_params one_rank = {.ndim = ndim,
-                                          .dim = dim,
-                                          .element_bytes = element_bytes,
-                                          .sizes = sizes,
-                                          .global_strides = global.strides,
-                                          .local_strides = unsharded.strides};
-        CHECK(local_equals_global(&one_rank, global.bytes, unsharded.bytes, identity));
-        free(identity);
+    // All ranks have written: as the local tensor of the identity layout, unpacked equals global.
+    int64_t *identity = must_alloc((size_t)seq_len * sizeof(*identity));
+    for (int64_t i = 0; i < seq_len; i++) identity[i] = i;
+    for (int64_t i = 0; i < num_tensors; i++) {
+        x[i].sizes = unpacked[i].sizes, x[i].local_strides = unpacked[i].strides, x[i].local = unpacked[i].bytes;
+        x[i].global_strides = global[i].strides, x[i].global = global[i].bytes;
+        CHECK(seq_len == 0 || local_equals_global(&x[i], identity));
+        free(global[i].bytes), free(unpacked[i].bytes);
     }
-    free(global.bytes);
-    free(unsharded.bytes);
+    free(identity);
 }
 
-static void test_shard_and_unshard_any_tensor(void) {
+static void test_rows_of_any_tensors(void) {
     uint64_t state = 2;
-    for (int round = 0; round < 150; round++) check_shard(&state, random_int(&state, 0, 40), 4, no_threads());
-    for (int round = 0; round < 12; round++) check_shard(&state, random_int(&state, 900, 1100), 8, threads_of(4));
+    for (int round = 0; round < 60; round++) check_rows(&state, random_int(&state, 0, 40), 4, no_threads());
+    for (int round = 0; round < 4; round++) check_rows(&state, random_int(&state, 900, 1100), 8, threads_of(4));
 }
 
-static void test_shard_refuses_malformed_params(void) {
+// The rows of k and v, (B, n, G, D) and (B, n, G, Dv), of which only some go on in a message: each sum is that of one
+// addition, and other rows stay.
+static void check_sums(uint64_t *state, rt_dtype dtype, const rt_run *runs, int64_t num_runs, int64_t num_rows,
+                       int64_t local_len, int64_t padding, rt_parallel parallel) {
+    enum { B = 2, G = 3 };
+    const int64_t bytes = dtype == RT_F64 ? 8 : 4, dims[] = {8, 5};
+    tensor global[2], local[2];
+    char *before[2];
+    rt_rows_tensor x[2];
+    for (int i = 0; i < 2; i++) {
+        const int64_t rows[] = {B, num_rows, G, dims[i] + padding}, packed[] = {B, local_len, G, dims[i]};
+        global[i] = random_tensor(state, rows, 4, bytes), local[i] = random_tensor(state, packed, 4, bytes);
+        for (int64_t j = 0; j < global[i].num_elements; j++)
+            store_element(dtype, global[i].bytes, j, random_unit(state));
+        for (int64_t j = 0; j < local[i].num_elements; j++) store_element(dtype, local[i].bytes, j, random_unit(state));
+        before[i] = must_alloc((size_t)(global[i].num_elements * bytes));
+        memcpy(before[i], global[i].bytes, (size_t)(global[i].num_elements * bytes));
+        x[i] = (rt_rows_tensor){4,
+                                1,
+                                bytes,
+                                local[i].sizes,
+                                num_rows,
+                                global[i].strides,
+                                local[i].strides,
+                                global[i].bytes,
+                                local[i].bytes};
+    }
+    CHECK_STATUS(rt_rows_add(&(rt_rows_params){2, x, num_runs, runs}, dtype, parallel), RT_OK);
+    for (int i = 0; i < 2; i++) {
+        const int64_t *const step = global[i].strides, *const packed_step = local[i].strides;
+        for (int64_t b = 0; b < B; b++)
+            for (int64_t g = 0; g < G; g++)
+                for (int64_t d = 0; d < dims[i]; d++)
+                    for (int64_t r = 0; r < num_runs; r++)
+                        for (int64_t j = 0; j < runs[r].length; j++) {
+                            const int64_t row = runs[r].global_begin + j * runs[r].stride;
+                            const int64_t at = b * step[0] + row * step[1] + g * step[2] + d * step[3];
+                            const int64_t from = b * packed_step[0] + (runs[r].local_begin + j) * packed_step[1] +
+                                                 g * packed_step[2] + d * packed_step[3];
+                            if (dtype == RT_F64)
+                                ((double *)before[i])[at] += ((double *)local[i].bytes)[from];
+                            else
+                                ((float *)before[i])[at] += ((float *)local[i].bytes)[from];
+                        }
+        CHECK(memcmp(before[i], global[i].bytes, (size_t)(global[i].num_elements * bytes)) == 0);
+        free(global[i].bytes), free(local[i].bytes), free(before[i]);
+    }
+}
+
+static void test_rows_are_added_once(void) {
+    uint64_t state = 5;
+    enum { MANY = 150 }; // more than one launch takes without a table
+    rt_run many[MANY];
+    for (int64_t r = 0; r < MANY; r++) many[r] = (rt_run){3 * r, 2, 2 * r, 2};
+    const rt_run one[] = {{0, 1, 0, 7}}, some[] = {{5, 1, 1, 3}, {10, 3, 4, 2}, {0, 1, 6, 1}};
+    for (int round = 0; round < 8; round++) {
+        const rt_dtype dtype = round % 2 ? RT_F64 : RT_F32;
+        const int64_t padding = round / 2 % 2;
+        check_sums(&state, dtype, one, 1, 7, 7, padding, no_threads());
+        check_sums(&state, dtype, some, 3, 16, 8, padding, no_threads());
+        check_sums(&state, dtype, NULL, 0, 4, 0, padding, no_threads());
+    }
+    check_sums(&state, RT_F32, many, MANY, 3 * MANY, 2 * MANY, 0, threads_of(3));
+}
+
+static rt_status pack(const rt_rows_params *p, const rt_rows_tensor *x) {
+    rt_rows_params of_x = *p;
+    of_x.tensors = x;
+    return rt_rows_pack(&of_x, no_threads());
+}
+
+static void test_rows_refuse_malformed_params(void) {
     const int64_t sizes[] = {2, 4}, global_strides[] = {8, 1}, local_strides[] = {4, 1};
     const rt_run run = {0, 2, 0, 4};
-    const rt_shard_params good = {.ndim = 2,
-                                  .dim = 1,
-                                  .element_bytes = 1,
-                                  .sizes = sizes,
-                                  .global_len = 8,
-                                  .global_strides = global_strides,
-                                  .local_strides = local_strides,
-                                  .runs = &run,
-                                  .num_runs = 1};
-    const char global[17] = "abcdefghijklmnop";
-    char local[9] = "";
-    CHECK_STATUS(rt_shard(&good, global, local, no_threads()), RT_OK);
+    char global[17] = "abcdefghijklmnop", local[9] = "";
+    const rt_rows_tensor good = {.ndim = 2,
+                                 .dim = 1,
+                                 .element_bytes = 1,
+                                 .sizes = sizes,
+                                 .global_len = 8,
+                                 .global_strides = global_strides,
+                                 .local_strides = local_strides,
+                                 .global = global,
+                                 .local = local};
+    const rt_rows_params p = {.num_tensors = 1, .tensors = &good, .num_runs = 1, .runs = &run};
+    CHECK_STATUS(rt_rows_pack(&p, no_threads()), RT_OK);
     CHECK(strcmp(local, "acegikmo") == 0);
 
 #define REFUSED(field, value, status)                                                                                  \
     do {                                                                                                               \
-        rt_shard_params bad = good;                                                                                    \
+        rt_rows_tensor bad = good;                                                                                     \
         bad.field = value;                                                                                             \
-        CHECK_STATUS(rt_shard(&bad, global, local, no_threads()), status);                                             \
+        CHECK_STATUS(pack(&p, &bad), status);                                                                          \
     } while (0)
     REFUSED(ndim, 0, RT_BAD_DIM);
     REFUSED(ndim, 17, RT_BAD_DIM);
@@ -323,9 +386,6 @@ static void test_shard_refuses_malformed_params(void) {
     REFUSED(sizes, NULL, RT_BAD_POINTER);
     REFUSED(global_strides, NULL, RT_BAD_POINTER);
     REFUSED(local_strides, NULL, RT_BAD_POINTER);
-    REFUSED(runs, NULL, RT_BAD_POINTER);
-    REFUSED(runs, ((const rt_run[]){{0, 2, 1, 4}}), RT_BAD_RUN);
-    REFUSED(num_runs, -1, RT_BAD_SHAPE);
     REFUSED(element_bytes, INT64_MAX, RT_TOO_LARGE);
     REFUSED(global_len, INT64_MAX, RT_TOO_LARGE);
     REFUSED(global_strides, ((const int64_t[]){INT64_MIN, 1}), RT_TOO_LARGE);
@@ -333,16 +393,41 @@ static void test_shard_refuses_malformed_params(void) {
     REFUSED(local_strides, ((const int64_t[]){0, 1}), RT_BAD_STRIDE);
     REFUSED(local_strides, ((const int64_t[]){3, 1}), RT_BAD_STRIDE);
     REFUSED(local_strides, ((const int64_t[]){4, -1}), RT_BAD_STRIDE);
+    REFUSED(global, NULL, RT_BAD_POINTER);
+    REFUSED(local, global + 2, RT_SHARED_MEMORY);
 #undef REFUSED
-    rt_shard_params expanded = good; // a legal source, not a legal destination
+#define REFUSED(field, value, status)                                                                                  \
+    do {                                                                                                               \
+        rt_rows_params bad = p;                                                                                        \
+        bad.field = value;                                                                                             \
+        CHECK_STATUS(rt_rows_pack(&bad, no_threads()), status);                                                        \
+    } while (0)
+    REFUSED(runs, NULL, RT_BAD_POINTER);
+    REFUSED(runs, ((const rt_run[]){{0, 2, 1, 4}}), RT_BAD_RUN);
+    REFUSED(num_runs, -1, RT_BAD_SHAPE);
+    REFUSED(tensors, NULL, RT_BAD_POINTER);
+    REFUSED(num_tensors, -1, RT_BAD_SHAPE);
+    REFUSED(num_tensors, RT_MAX_ROWS_TENSORS + 1, RT_BAD_SHAPE);
+    CHECK_STATUS(rt_rows_pack(NULL, no_threads()), RT_BAD_POINTER);
+#undef REFUSED
+    const rt_rows_tensor both[] = {good, good}; // write to local
+    CHECK_STATUS(rt_rows_pack(&(rt_rows_params){2, both, 1, &run}, no_threads()), RT_SHARED_MEMORY);
+    rt_rows_tensor expanded = good; // a legal source, not a legal destination
     expanded.global_strides = (const int64_t[]){0, 1};
-    CHECK_STATUS(rt_shard(&expanded, global, local, no_threads()), RT_OK);
-    char destination[8];
-    CHECK_STATUS(rt_unshard(&expanded, local, destination, no_threads()), RT_BAD_STRIDE);
-    CHECK_STATUS(rt_shard(&good, NULL, local, no_threads()), RT_BAD_POINTER);
-    CHECK_STATUS(rt_shard(&good, local, local + 2, no_threads()), RT_SHARED_MEMORY);
-    CHECK_STATUS(rt_shard(NULL, global, local, no_threads()), RT_BAD_POINTER);
-    CHECK_STATUS(rt_unshard(&good, local, NULL, no_threads()), RT_BAD_POINTER);
+    CHECK_STATUS(pack(&p, &expanded), RT_OK);
+    const rt_rows_params of_expanded = {1, &expanded, 1, &run};
+    CHECK_STATUS(rt_rows_unpack(&of_expanded, no_threads()), RT_BAD_STRIDE);
+
+    float sums[8] = {0}, terms[4] = {1, 2, 3, 4};
+    rt_rows_tensor numbers = {1, 0, 4, &(int64_t){4}, 8, &(int64_t){1}, &(int64_t){1}, sums, terms};
+    const rt_rows_params addition = {1, &numbers, 1, &run};
+    CHECK_STATUS(rt_rows_add(&addition, RT_F32, no_threads()), RT_OK);
+    CHECK(sums[6] == 4 && sums[7] == 0);
+    CHECK_STATUS(rt_rows_add(&addition, RT_F64, no_threads()), RT_BAD_DTYPE); // of another size
+    CHECK_STATUS(rt_rows_add(&addition, RT_BF16, no_threads()), RT_BAD_DTYPE);
+    CHECK_STATUS(rt_rows_add(&addition, (rt_dtype)9, no_threads()), RT_BAD_DTYPE);
+    numbers.local = (char *)terms + 1;
+    CHECK_STATUS(rt_rows_add(&addition, RT_F32, no_threads()), RT_BAD_POINTER);
 }
 
 int main(void) {
@@ -353,9 +438,9 @@ int main(void) {
     test_layout_check_refuses_runs_that_do_not_partition();
     test_layout_check_takes_time_for_runs();
     test_layout_check_walks_dense_runs();
-    test_positions_fill_every_local_token();
     test_random_layouts_check_and_break();
-    test_shard_and_unshard_any_tensor();
-    test_shard_refuses_malformed_params();
+    test_rows_of_any_tensors();
+    test_rows_are_added_once();
+    test_rows_refuse_malformed_params();
     return check_finish();
 }

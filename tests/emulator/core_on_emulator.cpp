@@ -3,7 +3,7 @@
 #include "../../csrc/dropout/dropout.h"
 #include "../../csrc/glu/glu.h"
 #include "../../csrc/loss/cross_entropy.h"
-#include "../../csrc/seq/shard.h"
+#include "../../csrc/seq/rows.h"
 #include "../../cuda/device/ptx.cuh"
 #include "../../cuda/ringtile_cuda.h"
 
@@ -16,11 +16,15 @@ void lend_rows(const void *begin, rt_dtype dtype, int64_t num_rows, int64_t num_
         emulator::lend(begin, ((num_rows - 1) * stride + num_cols) * bytes_of(dtype), writable);
 }
 
-// Lends an array whose size along p->dim is len. An element may be a single byte, so cells are single bytes.
-void lend_strided(const rt_shard_params *p, const void *begin, int64_t len, const int64_t *strides, bool writable) {
+// Lends an array whose size along x.dim is len. An element may be a single byte, so cells are single bytes.
+void lend_strided(const rt_rows_tensor &x, const void *begin, int64_t len, const int64_t *strides, bool writable) {
     int64_t last = 0;
-    for (int64_t d = 0; d < p->ndim; d++) last += ((d == p->dim ? len : p->sizes[d]) - 1) * strides[d];
-    emulator::lend(begin, (last + 1) * p->element_bytes, writable, 1);
+    for (int64_t d = 0; d < x.ndim; d++) {
+        const int64_t size = d == x.dim ? len : x.sizes[d];
+        if (size == 0) return;
+        last += (size - 1) * strides[d];
+    }
+    emulator::lend(begin, (last + 1) * x.element_bytes, writable, 1);
 }
 
 template <class Call> rt_status lent(Call call) {
@@ -29,12 +33,18 @@ template <class Call> rt_status lent(Call call) {
     return status;
 }
 
-void lend_shard(const rt_shard_params *p, const void *global, const void *local, bool to_global) {
+// Returns a table of the runs for some of the calls, whatever their number.
+const rt_run *lend_rows_of(const rt_rows_params *p, rt_rows_pass pass, rt_dtype dtype) {
     int64_t num_bytes;
-    const void *from = to_global ? local : global, *to = to_global ? global : local;
-    if (rt_shard_check(p, from, to, to_global, &num_bytes) != RT_OK || num_bytes == 0) return;
-    lend_strided(p, global, p->global_len, p->global_strides, to_global);
-    lend_strided(p, local, p->sizes[p->dim], p->local_strides, !to_global);
+    if (rt_rows_check(p, pass, dtype, &num_bytes) != RT_OK || num_bytes == 0) return nullptr;
+    for (int64_t i = 0; i < p->num_tensors; i++) {
+        const rt_rows_tensor &x = p->tensors[i];
+        lend_strided(x, x.global, x.global_len, x.global_strides, pass != RT_ROWS_PACK);
+        lend_strided(x, x.local, x.sizes[x.dim], x.local_strides, pass == RT_ROWS_PACK);
+    }
+    if (p->num_runs % 4 < 2) return nullptr;
+    emulator::lend(p->runs, p->num_runs * (int64_t)sizeof(rt_run), false, 8);
+    return p->runs;
 }
 
 void lend_glu(const rt_glu_params *p, const void *gate, const void *up, const void *prod, bool backward) {
@@ -46,14 +56,19 @@ void lend_glu(const rt_glu_params *p, const void *gate, const void *up, const vo
 
 } // namespace
 
-rt_status emulated_shard(const rt_shard_params *p, const void *global, void *local, rt_parallel) {
-    lend_shard(p, global, local, false);
-    return lent([&] { return rt_cuda_shard(p, global, local, nullptr); });
+rt_status emulated_rows_pack(const rt_rows_params *p, rt_parallel) {
+    const rt_run *const table = lend_rows_of(p, RT_ROWS_PACK, RT_F32);
+    return lent([&] { return rt_cuda_rows_pack(p, table, nullptr); });
 }
 
-rt_status emulated_unshard(const rt_shard_params *p, const void *local, void *global, rt_parallel) {
-    lend_shard(p, global, local, true);
-    return lent([&] { return rt_cuda_unshard(p, local, global, nullptr); });
+rt_status emulated_rows_unpack(const rt_rows_params *p, rt_parallel) {
+    const rt_run *const table = lend_rows_of(p, RT_ROWS_UNPACK, RT_F32);
+    return lent([&] { return rt_cuda_rows_unpack(p, table, nullptr); });
+}
+
+rt_status emulated_rows_add(const rt_rows_params *p, rt_dtype dtype, rt_parallel) {
+    const rt_run *const table = lend_rows_of(p, RT_ROWS_ADD, dtype);
+    return lent([&] { return rt_cuda_rows_add(p, dtype, table, nullptr); });
 }
 
 rt_status emulated_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod, rt_parallel) {

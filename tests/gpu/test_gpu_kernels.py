@@ -49,7 +49,7 @@ def test_small_shard_and_unshard_are_index_select(dtype: torch.dtype, dim: int) 
             local = ops.shard_seq(view, runs, dim)
             assert torch.equal(local, view.index_select(dim, index))
             full = torch.zeros_like(view)
-            ops.unshard_seq_(local, ops.runs_tensor(runs), dim, full)
+            ops.rows_unpack_([full], ops.runs_tensor(runs), dim, [local])
             expected = torch.zeros_like(view).index_copy_(dim, index, local)
             assert torch.equal(full, expected)
 

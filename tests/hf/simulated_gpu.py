@@ -36,7 +36,7 @@ _HOST = torch.device("cpu")
 _WAITING = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "_local_scalar_dense"}
 _INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
 # Of the product's ops, the arguments that are on the CPU also for tensors on a GPU.
-_ON_HOST = {"attn_fwd_": {5}, "attn_bwd_": {5}, "shard_seq_": {1}, "unshard_seq_": {1}}
+_ON_HOST = {"attn_fwd_": {5}, "attn_bwd_": {5}, **{f"rows_{each}_": {1} for each in ("pack", "unpack", "add")}}
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "_grouped_mm": 0}  # the index of the left factor
 
 

@@ -76,9 +76,9 @@ def test_rounds_move_exactly_the_keys_that_are_needed(problem: tuple[IntervalMas
                 assert outgoing.num_keys == incoming.num_keys
                 local = layout.positions(incoming.rank)  # stands for k: the row of a position is the position
                 message = torch.empty(incoming.num_keys, dtype=torch.int64)
-                ops.shard_seq_(local, outgoing.runs, 0, message)
+                ops.rows_pack_([local], outgoing.runs, 0, [message])
                 assert outgoing.is_head == torch.equal(message, local[: outgoing.num_keys])
-                ops.unshard_seq_(message, incoming.runs, 0, block)
+                ops.rows_unpack_([block], incoming.runs, 0, [message])
             block = layout.positions(rank) if round.in_place else block
             assert round.in_place or torch.equal(block.sort()[0], torch.cat(needed).sort()[0])
             starts = round.k_runs[:, 0]

@@ -15,7 +15,7 @@ message.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from ringtile import ops
 from ringtile.attn import choose
 from ringtile.attn.backend import Final, Gradients, Running
 from ringtile.attn.call import AttentionCall
-from ringtile.sequence.plan import PlannedRound, Transfer
+from ringtile.sequence.plan import Transfer
 from ringtile.sequence.rounds import Round
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.messages import Message
@@ -71,7 +71,7 @@ def backward(
         choose.backward(call, round, q, block_k, block_v, final, grads)
         if add_returned is not None:
             add_returned(dk, dv)
-        add_returned = None if partial is None else keys.give_back(planned, partial)
+        add_returned = None if partial is None else keys.give_back(round, partial)
     if add_returned is not None:
         add_returned(dk, dv)
     if not rounds_keys:
@@ -110,7 +110,7 @@ class Keys:
     v: Tensor  # (B, N, G, Dv)
     sequence: ShardedSequence
     rounds: tuple[Round, ...]
-    _sent: dict[object, Message] = field(default_factory=dict)  # the last one, by the places of its keys
+    _sent: tuple[Transfer, Message] | None = None  # the last one
 
     def blocks(self) -> Iterator[tuple[Round, Tensor, Tensor]]:
         """Yield each round, and its block of keys k (B, n, G, D) and values v (B, n, G, Dv).
@@ -119,86 +119,82 @@ class Keys:
         where no idle round lies between, because its peers, which may not be idle there, start theirs later: two ranks
         post their messages to each other in one order.
         """
-        wait = self._fetch(self.rounds[0].planned)
+        wait = self._fetch(self.rounds[0])
         for round, after in zip(self.rounds, [*self.rounds[1:], None], strict=True):
             k, v = wait()
             follows = after is not None and after.planned.index == round.planned.index + 1
             if after is not None and follows:
-                wait = self._fetch(after.planned)
+                wait = self._fetch(after)
             yield round, k, v
             if after is not None and not follows:
-                wait = self._fetch(after.planned)
+                wait = self._fetch(after)
 
-    def _fetch(self, round: PlannedRound) -> Callable[[], tuple[Tensor, ...]]:
+    def _fetch(self, round: Round) -> Callable[[], tuple[Tensor, ...]]:
         """Start the exchange of a round; return a function that waits for its keys and values."""
-        ring, own = self.sequence.ring, (self.k, self.v)
+        ring, own, planned = self.sequence.ring, (self.k, self.v), round.planned
         me = ring.plan.rank
-        if round.in_place:
+        if planned.in_place:
             return lambda: own
         sends, receives, parts = {}, {}, []
-        for transfer in round.outgoing:
+        for transfer in planned.outgoing:
             if transfer.rank == me and transfer.is_head:
                 mine = tuple(x[:, : transfer.num_keys] for x in own)
                 continue
-            if (message := self._sent.get(transfer.places)) is None:  # most rounds send the same rows to another rank
-                self._sent.clear()
-                message = self._sent[transfer.places] = self._packed(own, transfer)
+            if self._sent is None or not _same_rows(self._sent[0], transfer):
+                self._sent = None  # the memory of the last one, before there is another
+                self._sent = transfer, self._packed(round, own, transfer)
+            message = self._sent[1]
             if transfer.rank == me:
                 mine = message.parts
             else:
                 sends[ring.ranks[transfer.rank]] = message.flat
-        for transfer in round.incoming:
+        for transfer in planned.incoming:
             if transfer.rank == me:
                 parts.append(mine)
             else:
                 message = self.message(transfer.num_keys, self.k.dtype)
                 receives[ring.ranks[transfer.rank]] = message.flat
                 parts.append(message.parts)
-        exchange = self.sequence.transport.exchange(sends, receives, f"round {round.index}")
+        exchange = self.sequence.transport.exchange(sends, receives, f"round {planned.index}")
 
         def wait() -> tuple[Tensor, ...]:
             exchange.wait()
             if len(parts) == 1:
                 return parts[0]
-            block = self.message(round.num_keys, self.k.dtype).parts
-            for transfer, part in zip(round.incoming, parts, strict=True):
-                for x, y in zip(part, block, strict=True):
-                    ops.unshard_seq_(x, transfer.runs, 1, y)
+            block = self.message(planned.num_keys, self.k.dtype).parts
+            for transfer, part in zip(planned.incoming, parts, strict=True):
+                ops.rows_unpack_(block, transfer.runs, 1, part, round.table(transfer))
             return block
 
         return wait
 
-    def give_back(self, round: PlannedRound, partial: Message) -> Callable[[Tensor, Tensor], None]:
+    def give_back(self, round: Round, partial: Message) -> Callable[[Tensor, Tensor], None]:
         """Start the way home of a block's gradients, and of those for the keys of this rank that others work on.
 
         Return a function that waits for these and adds them to dk and dv in the order of ranks, whatever arrives first.
         """
-        ring, dtype = self.sequence.ring, partial.parts[0].dtype
+        ring, planned, dtype = self.sequence.ring, round.planned, partial.parts[0].dtype
         me = ring.plan.rank
         sends, receives, returned = {}, {}, []
-        for transfer in round.incoming:
-            message = partial if len(round.incoming) == 1 else self._packed(partial.parts, transfer)
+        for transfer in planned.incoming:
+            message = partial if len(planned.incoming) == 1 else self._packed(round, partial.parts, transfer)
             if transfer.rank == me:
                 mine = message
             else:
                 sends[ring.ranks[transfer.rank]] = message.flat
-        for transfer in round.outgoing:
+        for transfer in planned.outgoing:
             if transfer.rank == me:
                 returned.append(mine.parts)
             else:
                 message = self.message(transfer.num_keys, dtype)
                 receives[ring.ranks[transfer.rank]] = message.flat
                 returned.append(message.parts)
-        exchange = self.sequence.transport.exchange(sends, receives, f"the gradients of round {round.index}")
+        exchange = self.sequence.transport.exchange(sends, receives, f"the gradients of round {planned.index}")
 
         def add_to(dk: Tensor, dv: Tensor) -> None:
             exchange.wait()
-            for transfer, parts in zip(round.outgoing, returned, strict=True):
-                sums, terms = [], []
-                for row, packed, length in transfer.places:
-                    sums += [_rows(x, row, length) for x in (dk, dv)]
-                    terms += [_rows(part, packed, length) for part in parts]
-                torch._foreach_add_(sums, terms)  # on a GPU one launch
+            for transfer, parts in zip(planned.outgoing, returned, strict=True):
+                ops.rows_add_((dk, dv), transfer.runs, 1, parts, round.table(transfer))
 
         return add_to
 
@@ -208,14 +204,15 @@ class Keys:
         kinds = [((batch, num_keys, heads, dim), dtype) for dim in (k_dim, self.v.shape[3])]
         return Message.empty(self.k, kinds)
 
-    def _packed(self, tensors: Sequence[Tensor], transfer: Transfer) -> Message:
+    def _packed(self, round: Round, tensors: Sequence[Tensor], transfer: Transfer) -> Message:
         """Copy the rows of a transfer out of tensors like k and v."""
         message = self.message(transfer.num_keys, tensors[0].dtype)
-        for x, part in zip(tensors, message.parts, strict=True):
-            ops.shard_seq_(x, transfer.runs, 1, part)
+        ops.rows_pack_(tensors, transfer.runs, 1, message.parts, round.table(transfer))
         return message
 
 
-def _rows(x: Tensor, first: int, count: int) -> Tensor:
-    """Return rows of x (B, N, ...)."""
-    return x if count == x.size(1) else x.narrow(1, first, count)
+def _same_rows(one: Transfer, other: Transfer) -> bool:
+    """Return whether two ranks get the same keys of a third, as in most rounds."""
+    if one.num_keys != other.num_keys:
+        return False
+    return (one.is_head and other.is_head) or torch.equal(one.runs, other.runs)

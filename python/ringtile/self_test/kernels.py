@@ -1,4 +1,4 @@
-"""What is wrong with a kernel of the GLU, the loss or the shards on a device: a small case against its definition,
+"""What is wrong with a kernel of the GLU, the loss or the rows on a device: a small case against its definition,
 which is the torch operations that would run instead (torch_ops.py), in float64.
 
 Every test returns "" if nothing is. Bounds: u is half an eps of the tensors' dtype, for the one rounding of a result;
@@ -106,31 +106,39 @@ def dropout(
     return _differs("result", got, expected, (u + 4 * e) * expected.abs() + least)
 
 
-def shard(
-    shard_: Callable[[Tensor, Tensor, int, Tensor], None],
-    unshard_: Callable[[Tensor, Tensor, int, Tensor], None],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> str:
-    """Bit by bit, of strided tokens and of a strided tensor."""
+Rows = Callable[[list[Tensor], Tensor, int, list[Tensor]], None]
+
+
+def rows(pack_: Rows, unpack_: Rows, add_: Rows, device: torch.device, dtype: torch.dtype) -> str:
+    """Bit by bit, of strided rows and of strided tensors, two of which have other rows."""
     n = REPEATS[device.type]
     runs, positions = [[8 * n, 1, 0, 3 * n], [1, 2, 3 * n, 4 * n]], [*range(8 * n, 11 * n), *range(1, 8 * n, 2)]
-    generator = torch.Generator("cpu").manual_seed(0)
-    bits = torch.randint(0, 256, (13 * n, 2, 3 * dtype.itemsize), generator=generator, dtype=torch.uint8, device="cpu")
-    if dtype == torch.bool:
-        bits &= 1
-    x, of_runs = bits.to(device).view(dtype).transpose(0, 1), torch.tensor(runs, device="cpu")
-    local = torch.empty(2, len(positions), 3, dtype=dtype, device=device)
-    shard_(x, of_runs, 1, local)
-    back = torch.zeros(13 * n, 2, 3, dtype=dtype, device=device).transpose(0, 1)
-    unshard_(local, of_runs, 1, back)
-    kept = torch.zeros_like(bits)
-    kept[positions] = bits[positions]
-    for what, got, expected in (("shard", local, bits[positions].transpose(0, 1)), ("global tensor", back, kept)):
-        got = got if what == "shard" else got.transpose(0, 1)
-        if not torch.equal(got.contiguous().view(torch.uint8).cpu(), expected):
-            return f"gives another {what} than its definition"
-    return ""
+    generator, of_runs = torch.Generator("cpu").manual_seed(0), torch.tensor(runs, device="cpu")
+    all_bits, wholes, locals, backs = [], [], [], []
+    for width in (3, 4):
+        size = 13 * n, 2, width * dtype.itemsize
+        bits = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8, device="cpu")
+        all_bits.append(bits & 1 if dtype == torch.bool else bits)
+        wholes.append(all_bits[-1].to(device).view(dtype).transpose(0, 1))
+        locals.append(torch.empty(2, len(positions), width, dtype=dtype, device=device))
+        backs.append(torch.zeros(13 * n, 2, width, dtype=dtype, device=device).transpose(0, 1))
+    pack_(wholes, of_runs, 1, locals)
+    unpack_(backs, of_runs, 1, locals)
+    for bits, local, back in zip(all_bits, locals, backs, strict=True):
+        kept = torch.zeros_like(bits)
+        kept[positions] = bits[positions]
+        for what, got, expected in (("message", local.transpose(0, 1), bits[positions]), ("tensor", back, kept)):
+            got = got.transpose(0, 1) if what == "tensor" else got
+            if not torch.equal(got.contiguous().view(torch.uint8).cpu(), expected):
+                return f"gives another {what} than its definition"
+    if dtype not in (torch.float32, torch.float64):
+        return ""
+    sums, terms = ([_normal(x.shape, device, dtype, seed) for x in each] for seed, each in enumerate((backs, locals)))
+    at = torch.tensor(positions, device="cpu")
+    exact = [x.cpu().index_add(1, at, y.cpu()) for x, y in zip(sums, terms, strict=True)]
+    add_(sums, of_runs, 1, terms)
+    same = all(torch.equal(x.cpu(), y) for x, y in zip(sums, exact, strict=True))
+    return "" if same else "gives another sum than its definition"
 
 
 def delta(kernel: Callable[[Tensor, Tensor, Tensor], Tensor], device: torch.device, dtype: torch.dtype) -> str:

@@ -54,6 +54,7 @@ class HeadGroup:
         self.ranks, self.place = ranks, rank - ranks.start
         self._rows = [ops.runs_tensor(rows[rank]) for rank in ranks]
         self._lens = [sum(run.length for run in rows[rank]) for rank in ranks]
+        self._all_rows = ops.runs_tensor([(0, 1, 0, self._lens[self.place])] if self._lens[self.place] else [])
         self.num_tokens = sum(self._lens)
 
     def to_heads(self, transport: Transport, parts: Sequence[Sequence[Tensor]], what: str) -> list[Tensor]:
@@ -68,14 +69,15 @@ class HeadGroup:
                 arriving.append(tuple(own))
                 continue
             message = Message.empty(own[0], [(_resized(x, self._lens[place]), x.dtype) for x in own])
-            sends[rank], receives[rank] = Message.holding(parts[place]).flat, message.flat
+            leaving = Message.empty(own[0], [(x.shape, x.dtype) for x in parts[place]])
+            ops.rows_pack_(parts[place], self._all_rows, 1, leaving.parts)
+            sends[rank], receives[rank] = leaving.flat, message.flat
             arriving.append(message.parts)
         exchange = transport.exchange(sends, receives, what)
         whole = [x.new_empty(_resized(x, self.num_tokens)) for x in own]
         exchange.wait()
         for rows, of_rank in zip(self._rows, arriving, strict=True):
-            for x, part in zip(whole, of_rank, strict=True):
-                ops.unshard_seq_(part, rows, 1, x)
+            ops.rows_unpack_(whole, rows, 1, of_rank)
         return whole
 
     def to_tokens(
@@ -93,8 +95,7 @@ class HeadGroup:
                 message = Message.empty(tensors[0], kinds)
                 sends[rank], receives[rank] = leaving.flat, message.flat
             arriving.append(message.parts)
-            for part, x in zip(leaving.parts, tensors, strict=True):
-                ops.shard_seq_(x, self._rows[place], 1, part)
+            ops.rows_pack_(tensors, self._rows[place], 1, leaving.parts)
         transport.exchange(sends, receives, what).wait()
         return arriving
 

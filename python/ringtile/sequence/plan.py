@@ -47,12 +47,6 @@ class Transfer:
     num_keys: int
     is_head: bool  # whether they are the first rows of the block, or of k, in order
 
-    @functools.cached_property
-    def places(self) -> tuple[tuple[int, int, int], ...]:
-        """Where they are: rows in a row, by the first one in the block, or in k, that in the message, and length."""
-        if self.is_head:
-            return ((0, 0, self.num_keys),)
-        return tuple((row, packed, length) for row, _, packed, length in self.runs.tolist())
 
 
 @dataclass(frozen=True, eq=False)

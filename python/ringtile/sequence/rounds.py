@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringtile import ops
 from ringtile.sequence.device_mask import DeviceMask
 from ringtile.sequence.pieces import Pack, Piece, Square, find_pieces, packs, squares
-from ringtile.sequence.plan import PlannedRound, RankPlan
+from ringtile.sequence.plan import PlannedRound, RankPlan, Transfer
 
 
 class Queries:
@@ -59,6 +60,7 @@ class Round:
         self.queries, self.k_runs, self.key_bounds = queries, k_runs, key_bounds
         self._planned = planned
         self._key_bounds = DeviceMask(queries.device, *key_bounds)
+        self._tables: dict[Transfer, DeviceMask] = {}
         self._packs: dict[tuple[int, int, int], tuple[tuple[Pack, ...], DeviceMask]] = {}
         self.chosen: dict[object, Any] = {}
 
@@ -76,6 +78,15 @@ class Round:
     def key_bounds_there(self) -> tuple[Tensor, ...]:
         """Return key_begin and key_end on the device, if the mask has two sides, for kernels on the current stream."""
         return self._key_bounds.read() if self.key_bounds else ()
+
+    def table(self, transfer: Transfer) -> Tensor | None:
+        """Return the runs of one of the transfers on the device, for `ops.rows_*`; None where they need none there."""
+        if self.queries.device.type != "cuda" or len(transfer.runs) <= ops.MAX_RUNS_WITHOUT_TABLE:
+            return None
+        if transfer not in self._tables:
+            self._tables[transfer] = DeviceMask(self.queries.device, transfer.runs)
+        (table,) = self._tables[transfer].read()
+        return table
 
     @functools.cached_property
     def pieces(self) -> tuple[Sequence[Piece], ...] | None:

@@ -87,7 +87,7 @@ def _resized(x: Tensor, dim: int, size: int) -> Tensor:
 
 def _shard(x: Tensor, runs: Tensor, dim: int) -> Tensor:
     local = _resized(x, dim, int(runs[:, 3].sum()))
-    ops.shard_seq_(x, runs, dim, local)
+    ops.rows_pack_([x], runs, dim, [local])
     return local
 
 
@@ -103,7 +103,7 @@ def _all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group
         _exchange("unshard", transport, dict.fromkeys(peers, local), shards)
     full = _resized(local, dim, seq_len)
     for rank, shard in {**shards, transport.rank: local}.items():
-        ops.unshard_seq_(shard, runs[rank], dim, full)
+        ops.rows_unpack_([full], runs[rank], dim, [shard])
     return full
 
 

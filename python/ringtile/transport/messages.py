@@ -39,14 +39,6 @@ class Message(NamedTuple):
         pieces = dict(zip(order, flat.split_with_sizes(sizes), strict=True))
         return cls(flat, tuple(pieces[i].view(dtype).view(shape) for i, (shape, dtype) in enumerate(tensors)))
 
-    @classmethod
-    def holding(cls, tensors: Sequence[Tensor]) -> Message:
-        """Copy tensors into one."""
-        message = cls.empty(tensors[0], [(x.shape, x.dtype) for x in tensors])
-        for part, x in zip(message.parts, tensors, strict=True):
-            part.copy_(x)
-        return message
-
 
 def all_gather(x: Tensor, transport: Transport, what: str) -> Tensor:
     """Return x of all ranks, (W, *x.shape); x has the same shape on each. Inside a call. what: as in `exchange`."""
