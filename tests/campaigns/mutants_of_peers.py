@@ -25,8 +25,8 @@ MUTANTS = [
     Mutant(
         "peers: gradients of keys replace those of another rank",
         "python/ringtile/attn/ring.py",
-        "torch._foreach_add_(sums, terms)",
-        "torch._foreach_copy_(sums, terms)",
+        "ops.rows_add_((dk, dv)",
+        "ops.rows_unpack_((dk, dv)",
         "tests/attn/test_ring.py -k world_size",
         source="NVIDIA/Megatron-LM#1464",
         case="grouped heads",

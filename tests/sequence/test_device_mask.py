@@ -9,8 +9,9 @@ from typing import ClassVar
 
 import pytest
 import torch
-from ringtile import IntervalMask, Layout, RefusedError, ShardedSequence
+from ringtile import IntervalMask, Layout, RefusedError, ShardedSequence, ops
 from ringtile.sequence import device_mask
+from ringtile.sequence.plan import Transfer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -111,6 +112,26 @@ def test_packs_of_pieces_are_kept_as_the_mask_is(gpu: FakeGpu) -> None:
     del one, mask, pack
     gc.collect()
     assert all(ref() is not None for ref in refs)
+
+
+def test_runs_of_a_transfer_are_there_where_a_launch_takes_no_more(gpu: FakeGpu) -> None:
+    """They are in `table`, as a mask is in the memory of the GPU; fewer go with the launch."""
+    one, few = sequence(), ops.MAX_RUNS_WITHOUT_TABLE
+    assert one.ring  # made of real tensors
+    runs = ops.runs_tensor([(2 * row, 1, row, 1) for row in range(few + 1)])
+    with gpu.mode:
+        (round,) = one.rounds_on(GPU)
+        assert round.table(Transfer(1, runs[:few], few, False)) is None
+        transfer = Transfer(1, runs, few + 1, False)
+        gpu.captures = True
+        with pytest.raises(RefusedError, match="make the same call once before the capture"):
+            round.table(transfer)
+        gpu.captures = False
+        table = round.table(transfer)
+        gpu.stream = "a second"
+        assert round.table(transfer) is table is not None
+    assert (table.device, table.shape) == (GPU, runs.shape)
+    assert gpu.recorded == [(id(table), "a second")]
 
 
 def test_positions_are_copied_once(gpu: FakeGpu) -> None:
