@@ -5,10 +5,13 @@ Shape letters: B batch, S tokens, H query heads, G kv heads, D head dim, Dv valu
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from ringtile import AttentionDropout
 from torch import Tensor
+
+WORD = 0xFFFFFFFF
 
 
 class Attention(NamedTuple):
@@ -72,10 +75,47 @@ def dense_gradients(
     factors: Tensor | None = None,
 ) -> Attention:
     """Forward and, by autograd in float64, backward; dlse (B, H, S) may be None for no gradient through lse."""
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    out, lse = dense_attention(*leaves, attend, scale, softcap, factors=factors)
+    return gradients_with_sinks(q, k, v, attend, dout, dlse, None, scale=scale, softcap=softcap, factors=factors)[0]
+
+
+def gradients_with_sinks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attend: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    sinks: Tensor | None,
+    **options: Any,
+) -> tuple[Attention, Tensor | None]:
+    """`dense_gradients`, and the gradient of sinks (H); options: those of `dense_attention`."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v, *([] if sinks is None else [sinks]))]
+    out, lse = dense_attention(*leaves[:3], attend, sinks=None if sinks is None else leaves[3], **options)
     outputs, cotangents = [out], [dout.double()]
     if dlse is not None:
         outputs.append(lse)
         cotangents.append(dlse.double())
-    return Attention(out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, cotangents))
+    gradients = torch.autograd.grad(outputs, leaves, cotangents)
+    return Attention(out.detach(), lse.detach(), *gradients[:3]), None if sinks is None else gradients[3]
+
+
+def kept(drop: AttentionDropout, num_heads: int, seq_len: int) -> Tensor:
+    """Whether each weight stays: bool (B, H, S, S). Philox4x32-10 in int64; 32 bits times 32 bits in two steps."""
+    rows, heads = drop.rows.view(-1, 1, 1, 1), torch.arange(num_heads).view(-1, 1, 1)
+    query, key = torch.arange(seq_len).view(-1, 1), torch.arange(seq_len)
+    shape = (rows.size(0), num_heads, seq_len, seq_len)
+    words = [(key // 4).expand(shape), query.expand(shape), (rows + heads * 2**20 & WORD).expand(shape)]
+    words.append(torch.full(shape, drop.stream))
+    keys = [drop.seed, drop.step]
+    for _ in range(10):
+        (high_0, low_0), (high_1, low_1) = (_product(words[0], 0xD2511F53), _product(words[2], 0xCD9E8D57))
+        words = [high_1 ^ words[1] ^ keys[0], low_1, high_0 ^ words[3] ^ keys[1], low_0]
+        keys = [(keys[0] + 0x9E3779B9) & WORD, (keys[1] + 0xBB67AE85) & WORD]
+    chosen = torch.stack(words, dim=-1).gather(-1, (key % 4).expand(shape)[..., None])[..., 0]
+    return chosen < round((1 - drop.probability) * 2**32)
+
+
+def _product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    lower, upper = (x & 0xFFFF) * factor, (x >> 16) * factor
+    upper = upper + (lower >> 16)
+    return upper >> 16, (upper & 0xFFFF) << 16 | lower & 0xFFFF

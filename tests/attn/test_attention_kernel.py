@@ -6,7 +6,6 @@ Shape letters: B batch, S global tokens, N local tokens, K keys, H query heads.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from aten_stand_ins import STAND_INS, in_a_sequence, install_libraries
+from aten_stand_ins import in_a_sequence
+from attention_calls import FLOAT64_TOLERANCE, MASKS, Problem, assert_close, problem, run
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Attention, dense_gradients
@@ -30,30 +30,14 @@ from ringtile.sequence.plan import rank_plan
 from ringtile.sequence.rounds import Round
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import any_masks, dense, layouts
-from test_ring import FLOAT64_TOLERANCE, MASKS, Problem, assemble, assert_close, assert_within_8_ulp, problem
 from torch import Tensor
 
-NAMED = ("contiguous", "zigzag", "striped")
-# Every mask in zigzag, and each layout.
-CELLS = [
-    pytest.param(mask, layout, marks=[pytest.mark.long] * (layout != "zigzag" and mask != "documents"))
-    for mask, layout in itertools.product(MASKS, NAMED)
-]
-ROUNDED = ("full", "causal", "documents", "window")
 CPU = torch.device("cpu")
 
 
 def run_ring(p: Problem, mask: IntervalMask, layout: Layout, kernel: str, **options: Any) -> Attention:
-    """out and lse, and the gradients by dout."""
-
-    def on_rank(group: LoopbackGroup) -> Attention:
-        rank = group.transport.rank
-        leaves = [layout.shard(x.detach(), 1, rank).requires_grad_() for x in (p.q, p.k, p.v)]
-        parts = {"mask": mask, "layout": layout, "group": group}
-        out, lse = ring_attention(*leaves, **parts, return_lse=True, attention_kernel=kernel, **options)
-        return Attention(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, layout.shard(p.dout, 1, rank)))
-
-    return assemble(LoopbackWorld(layout.world_size).run(on_rank), layout)
+    """With gradients by dout alone."""
+    return run(p, mask, layout, attention_kernel=kernel, of_lse=False, **options).results
 
 
 # ---- masks in pieces ----------------------------------------------------------------------------
@@ -133,7 +117,7 @@ def test_pieces_squares_and_packs_are_the_mask(data: st.DataObject) -> None:
             assert torch.equal(drawn_in_packs(found, batch, nothing), torch.block_diag(*expected))
 
 
-@pytest.mark.parametrize("layout", NAMED)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize(("mask", "most"), [("full", 1), ("causal", 1), ("documents", 4), ("window", 4), ("tree", 16)])
 def test_common_masks_take_few_pieces(mask: str, most: int, layout: str) -> None:
     for rank in range(4):
@@ -146,108 +130,6 @@ def test_common_masks_take_few_pieces(mask: str, most: int, layout: str) -> None
 
 
 # ---- numbers ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("mask", "layout"), CELLS)
-def test_ring_by_aten_equals_the_definition(mask: str, layout: str) -> None:
-    """float32, forward and backward, within 8 ulp of float64."""
-    p = problem(v_head_dim=16, dtype=torch.float32)
-    expected = dense_gradients(p.q, p.k, p.v, dense(MASKS[mask]), p.dout)
-    for world_size in (2, 3, 4):
-        ring = run_ring(p, MASKS[mask], Layout.named(layout, 48, world_size), "aten")
-        assert_within_8_ulp(Attention(*(x.double() for x in ring)), expected, world_size)
-
-
-def test_rows_of_a_batch_may_have_masks_of_their_own() -> None:
-    p, mask = problem(batch=2, v_head_dim=16), IntervalMask.documents([[20, 28], [30, 18]])
-    expected = dense_gradients(p.q, p.k, p.v, dense(mask), p.dout)
-    assert_close(run_ring(p, mask, Layout.zigzag(48, 2), "aten"), expected, FLOAT64_TOLERANCE)
-
-
-U = torch.finfo(torch.bfloat16).eps / 2
-REST = 1.1  # all else: float32, and products of two of the roundings
-
-
-def bounds_of_bfloat16(p: Problem, mask: IntervalMask) -> Attention:
-    """How far out and gradients may be from the definition, in bfloat16.
-
-    A block of keys b has the share w_b of a query's weights and gives out_b, rounded: together the blocks move out by
-    at most U sum w_b |out_b| <= U P |v|, however many there are, because w_b |out_b| <= the part of P |v| that is in b.
-    Besides, aten rounds P to bfloat16 before P v (U P |v|), and the sum is rounded once more (U |out| <= U P |v|).
-
-    dv = P^T dout likewise: 3 U P^T |dout|. dscores = P (dout v^T - delta), delta = sum dout out: out is off by as much
-    as its bound, and that times P |dout| is what comes to dscores. They are rounded to bfloat16 before dq = dscores k
-    and dk = dscores^T q, whose blocks are rounded, and their sum once more: 3 U |dscores| |k|. lse is the log of a sum
-    of exponentials that may be as good as weights in bfloat16: U.
-    """
-    q, k, v, dout = (x.double().transpose(1, 2) for x in (p.q, p.k, p.v, p.dout))
-    repeats = q.size(1) // k.size(1)
-    k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-    scale = q.size(3) ** -0.5
-    weights = (scale * q @ k.mT).masked_fill(~dense(mask)[:, None], -torch.inf).softmax(-1)
-    out, out_bound = weights @ v, 3 * U * weights @ v.abs()
-    dscores = weights * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
-    terms = scale * (3 * U * dscores.abs() + weights * (dout.abs() * out_bound).sum(-1, keepdim=True))
-
-    def summed(x: Tensor) -> Tensor:
-        return x.unflatten(1, (-1, repeats)).sum(2)
-
-    found = (out_bound, terms @ k.abs(), summed(terms.mT @ q.abs()), summed(3 * U * weights.mT @ dout.abs()))
-    out_bound, dq, dk, dv = (REST * x.transpose(1, 2) for x in found)
-    return Attention(out_bound, torch.full((), U), dq, dk, dv)
-
-
-@pytest.mark.parametrize(("mask", "layout"), [cell for cell in CELLS if cell.values[0] in ROUNDED])
-def test_blocks_in_bfloat16_stay_within_the_bound(mask: str, layout: str) -> None:
-    seq_len = 96
-    whole = {
-        "full": IntervalMask.full(seq_len),
-        "causal": IntervalMask.causal(seq_len),
-        "documents": IntervalMask.documents([32, 16, 48]),
-        "window": IntervalMask.sliding_window(seq_len, 19),
-    }[mask]
-    p = problem(1, seq_len, 4, 2, 32, 32, torch.bfloat16)
-    exact, bound = dense_gradients(p.q, p.k, p.v, dense(whole), p.dout), bounds_of_bfloat16(p, whole)
-    for world_size in (2, 3, 4):
-        ring = run_ring(p, whole, Layout.named(layout, seq_len, world_size), "aten")
-        for name, x, y, most in zip(Attention._fields, ring, exact, bound, strict=True):
-            assert ((x.double() - y).abs() <= most).all(), (name, world_size, ((x.double() - y).abs() / most).max())
-
-
-# ---- the CUDA kernels' calls, by stand-ins on the CPU -------------------------------------------
-
-
-@pytest.fixture
-def of_cuda() -> Iterator[None]:
-    """aten's CUDA kernels, by their schemas, for CPU tensors of float64."""
-    library = torch.library.Library("aten", "IMPL")
-    for name, function in STAND_INS.items():
-        library.impl(name, function, "CPU")
-    yield
-    library._destroy()
-
-
-@pytest.mark.usefixtures("of_cuda")
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.long] * (n != "zigzag")) for n in NAMED])
-@pytest.mark.parametrize(
-    "name", [*(f"aten's flash attention{which}" for which in ("", " (FA4)", " (FA3)")), "aten's cuDNN attention"]
-)
-def test_calls_of_atens_cuda_kernels_mean_what_they_should(
-    fresh: None, monkeypatch: pytest.MonkeyPatch, name: str, layout: str
-) -> None:
-    """By stand-ins that take the arguments of aten's schemas, so nothing here is of the kernels themselves."""
-    aten._flash_functions.cache_clear()
-    monkeypatch.setattr(aten, "_flash_functions", aten._flash_functions.__wrapped__)  # not remembered for other tests
-    install_libraries(monkeypatch)
-    backend = next(each for each in aten.ATEN["cuda"] if each.name == name)
-    if isinstance(backend, InSquares):  # which in use takes fewer
-        backend = dataclasses.replace(backend, max_squares=aten.MAX_SQUARES)
-    monkeypatch.setitem(aten.ATEN, "cpu", (backend,))
-    assert attn_self_test.run_case(backend, CPU, torch.float64, 16, 16, 4, 2) == ""
-    p = problem(batch=2, v_head_dim=16)
-    for mask in (*(MASKS[name] for name in ("causal", "documents", "window")), IntervalMask.documents([[9, 39], [48]])):
-        expected = dense_gradients(p.q, p.k, p.v, dense(mask), p.dout)
-        assert_close(run_ring(p, mask, Layout.named(layout, 48, 3), "aten"), expected, FLOAT64_TOLERANCE)
 
 
 # ---- auto ---------------------------------------------------------------------------------------

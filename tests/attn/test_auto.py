@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_calls import FLOAT64_TOLERANCE, MASKS, SEQ_LEN, assert_close, problem, run, run_ring
 from ringtile import (
     Config,
     InputError,
@@ -26,8 +26,6 @@ from ringtile.cli import main
 from ringtile.sequence.plan import Shape
 from ringtile.transport.hosts import hosts_of
 from ringtile.transport.loopback import LoopbackGroup
-from test_ring import FLOAT64_TOLERANCE, assert_close, problem, run_ring
-from test_schemes import MASKS, SEQ_LEN, run_scheme
 
 
 def on_hosts(names: tuple[str, ...], function: Callable[[LoopbackGroup], Any]) -> list[Any]:
@@ -96,31 +94,16 @@ def test_auto_takes_each_of_its_candidates_somewhere() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["auto", "usp"])
-def test_resolved_schemes_equal_one_rank_and_send_what_is_planned(scheme: str) -> None:
-    p = problem(2, SEQ_LEN, 6, 2)
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_resolved_schemes_equal_one_rank_and_send_what_is_planned(world_size: int, scheme: str) -> None:
+    """Over four ranks q, k and v of a share have one shape."""
+    p = problem(2, SEQ_LEN, *((6, 2) if world_size == 3 else (4, 2)), 8, 8)
     for mask in ("documents", "padding"):
-        layout = Layout.zigzag(SEQ_LEN, 3)
-        result, sent, _ = run_scheme(p, MASKS[mask], layout, scheme)
-        expected = run_ring(p, MASKS[mask], Layout.contiguous(SEQ_LEN, 1))
-        assert_close(result, expected, FLOAT64_TOLERANCE)
-        of_schemes = [run_scheme(p, MASKS[mask], layout, name)[1] for name in auto.candidates((0, 0, 0))]
-        assert sent in (of_schemes if scheme == "auto" else of_schemes[-1:])
-
-
-def test_auto_has_the_gradients_of_a_ring() -> None:
-    """As in a training; over four ranks q, k and v of a share have one shape. In float64 schemes differ by the order of
-    sums of at most SEQ_LEN terms near 1, some 1e-14; a wrong share is off by 0.1."""
-
-    def gradients(group: LoopbackGroup, scheme: str) -> list[torch.Tensor]:
-        p = problem(1, SEQ_LEN, 4, 2, 8, 8)
-        sequence = ShardedSequence(MASKS["causal"], Layout.zigzag(SEQ_LEN, 4), group, scheme=scheme)
-        q, k, v = (sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v))
-        out = ring_attention(q, k, v, sequence)
-        return [out.detach(), *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))]
-
-    of_auto, of_ring = (LoopbackWorld(4).run(functools.partial(gradients, scheme=name)) for name in ("auto", "ring"))
-    for ours, expected in zip(of_auto, of_ring, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+        layout = Layout.zigzag(SEQ_LEN, world_size)
+        ran = run(p, MASKS[mask], layout, scheme)
+        assert_close(ran.results, run_ring(p, MASKS[mask], Layout.contiguous(SEQ_LEN, 1)), FLOAT64_TOLERANCE)
+        of_schemes = [run(p, MASKS[mask], layout, name).sent for name in auto.candidates((0,) * world_size)]
+        assert ran.sent in (of_schemes if scheme == "auto" else of_schemes[-1:])
 
 
 def test_auto_and_another_scheme_are_told_apart() -> None:

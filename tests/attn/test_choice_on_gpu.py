@@ -6,12 +6,12 @@ import logging
 
 import pytest
 import torch
+from attention_calls import MASKS, problem
 from ringtile import AttentionDropout, IntervalMask, Layout
 from ringtile.attn import aten, choose
 from ringtile.attn.backend import Block, Running, why_slow
 from ringtile.sequence.plan import rank_plan
 from ringtile.sequence.rounds import Round
-from test_ring import MASKS, problem
 from torch import Tensor
 
 HOPPER, AMPERE = (9, 0), (8, 0)

@@ -16,6 +16,7 @@ import pytest
 import ringtile.attn.ring
 import torch
 import torch.distributed as dist
+from attention_calls import problem
 from pool import Pool, run_ranks
 from ringtile import (
     InputError,
@@ -29,7 +30,6 @@ from ringtile import (
 )
 from ringtile.transport.groups import transport_of
 from ringtile.transport.transport import Exchange
-from test_ring import problem
 
 # ---- disagreement -------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_calls import MASKS, problem
 from oracle import dense_gradients
 from ringtile import IntervalMask, Layout, LoopbackWorld, ShardedSequence, ring_attention
 from ringtile.attn import aten, choose, ring
@@ -15,7 +16,6 @@ from ringtile.attn.backend import Final
 from ringtile.attn.call import AttentionCall
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense
-from test_ring import MASKS, problem
 from torch.utils._python_dispatch import TorchDispatchMode
 
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from attention_calls import MASKS, forward_and_backward, layout_of, problem, run_ring
 from pool import run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RingMismatchError, ShardedSequence, ring_attention
 from ringtile.transport import groups, process_group
@@ -21,8 +22,6 @@ from ringtile.transport.groups import transport_of
 from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
 from ringtile.transport.process_group import ProcessGroupTransport
 from ringtile.transport.transport import Exchange
-from test_ring import MASKS, problem, run_ring
-from test_ring_gloo import LAYOUTS, forward_and_backward
 from test_transport import pass_on
 
 Tensors = Mapping[int, torch.Tensor]
@@ -56,8 +55,8 @@ def ring_as_over_nccl(case: tuple[str, str]) -> tuple[bool, bool]:
     plain, group = dist.group.WORLD, dist.new_group(timeout=timeout)
     assert plain is not None and group is not None  # noqa: PT018
     transport = as_over_nccl(group)
-    p, layout = problem(), LAYOUTS[layout_name](48, dist.get_world_size())
-    one, other = (forward_and_backward(p, MASKS[mask], layout, of) for of in (group, plain))
+    p, layout = problem(), layout_of(layout_name, MASKS[mask], dist.get_world_size())
+    one, other = (forward_and_backward(p, ShardedSequence(MASKS[mask], layout, of)) for of in (group, plain))
     beside = transport._beside
     assert beside is not None and beside._get_backend(torch.device("cpu")).options._timeout == timeout  # noqa: PT018
     assert beside.size() == group.size() and beside.rank() == group.rank()  # noqa: PT018
@@ -201,7 +200,7 @@ def test_ring_over_batches_in_order_does_not_wait_for_ever(
     monkeypatch: pytest.MonkeyPatch, mask: str, world_size: int
 ) -> None:
     """Also where some ranks have nothing to say in a round: all post the same batches, less those that are empty."""
-    p, layouts = problem(), [LAYOUTS[name](48, world_size) for name in ("contiguous", "zigzag", "uneven")]
+    p, layouts = problem(), [layout_of(name, MASKS[mask], world_size) for name in ("contiguous", "zigzag", "uneven")]
     expected = [run_ring(p, MASKS[mask], layout) for layout in layouts]
     nccl = OneAfterTheOther()
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from attention_calls import MASKS, problem
 from pool import run_ranks
 from ringtile import Layout, ops, self_test
 from ringtile.attn import self_test as attn_self_test
@@ -28,7 +29,6 @@ from ringtile.cli import doctor
 from ringtile.self_test import child_process, kernels
 from ringtile.self_test.child_process import Question
 from test_attention_kernel import run_ring
-from test_ring import MASKS, problem
 
 CPU = torch.device("cpu")
 GLU, LOSS = Question("GLU", "float32"), Question("loss", "float32")

@@ -18,12 +18,12 @@ if __name__ == "__main__":
     if torch.cuda.is_available():  # before the tests' numbers are made
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
+from attention_calls import assemble
 from device import DEVICE
 from oracle import Attention
 from ringtile import Layout, ShardedSequence, ring_attention
 from ringtile.transport.groups import transport_of
 from test_gpu_kernels import MASKS, RESULTS, assert_not_less_exact_than_torch, problem
-from test_ring import assemble
 
 SCHEMES = ("ring", "all_gather", "ulysses", "auto")
 KERNELS = ("ringtile", "auto")

@@ -10,6 +10,7 @@ import contextlib
 import nccl
 import pytest
 import torch
+from attention_calls import assemble
 from device import DEVICE, ON_GPU
 from oracle import Attention
 from pool import run_ranks
@@ -18,7 +19,6 @@ from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import ATEN
 from ringtile.transport.loopback import LoopbackGroup
 from test_gpu_kernels import MASKS, RESULTS, Problem, assert_not_less_exact_than_torch, problem
-from test_ring import assemble
 
 
 def run_ring(p: Problem, mask: str, layout: Layout, own_streams: bool = False) -> Attention:

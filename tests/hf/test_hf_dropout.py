@@ -11,9 +11,9 @@ from cells import Cell, Refusal, check, params, table
 from hf_models import tiny_model, with_lora
 from hf_training import make_trainer, packed, train
 from losses import LastThird
+from oracle import kept
 from pool import run_ranks
 from ringtile import AttentionDropout
-from test_attention_dropout import kept
 from test_dropout import random_word
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -99,7 +99,7 @@ def heads(ranks: int, scheme: str, kv_heads: int = 3, long: bool = True) -> Cell
 
 FLEX = functools.partial(three_heads, attention="flex_attention")
 SCHEMES = {2: ("ring", "all_gather", "ulysses"), 3: ("ulysses",), 4: ("ulysses", "usp:2")}
-IN_EVERY_RUN = [(2, "ulysses", 3)]  # tests/attn/test_schemes.py tries all, without a Trainer
+IN_EVERY_RUN = [(2, "ulysses", 3)]  # tests/attn/test_attention_table.py tries all, without a Trainer
 HEADS = [
     *(
         heads(ranks, scheme, kv_heads, (ranks, scheme, kv_heads) not in IN_EVERY_RUN)

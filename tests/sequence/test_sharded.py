@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_calls import problem
 from ringtile import (
     InputError,
     IntervalMask,
@@ -22,7 +23,6 @@ from ringtile import (
 from ringtile.attn.op import attend as attend_through_op
 from ringtile.sequence import sharded
 from ringtile.transport.loopback import LoopbackGroup
-from test_ring import problem
 
 CAUSAL, ZIGZAG = IntervalMask.causal(40), Layout.zigzag(40, 2)
 ONE = Layout.contiguous(40, 1)

@@ -73,7 +73,7 @@ def compiled_and_plain(way: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "way"),  # the op hides the ranks; tests/attn/test_ring_gloo.py compiles it on two
+    ("world_size", "way"),  # the op hides the ranks; tests/attn/test_ring.py compiles it on two
     [(1, "context"), *(pytest.param(2, way, marks=pytest.mark.long) for way in ("context", "style"))],
 )
 def test_a_block_compiles_whole_and_once_for_all_lengths(world_size: int, way: str) -> None:

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 import yaml
+from attention_calls import MASKS, assemble, forward_and_backward, problem, run_ring
 from nodes import TwoNodes, two_nodes
 from pool import Pool
-from ringtile import Layout, PeerLostError
+from ringtile import Layout, PeerLostError, ShardedSequence
 from ringtile.transport.groups import transport_of
-from test_ring import MASKS, assemble, problem, run_ring
-from test_ring_gloo import forward_and_backward
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = [("causal", "zigzag"), ("documents", "contiguous"), ("window", "striped")]
@@ -38,13 +37,14 @@ def nodes() -> Iterator[TwoNodes]:
     context.__exit__(None, None, None)
 
 
+def sequence_of(mask: str, layout: str) -> ShardedSequence:
+    return ShardedSequence(MASKS[mask], Layout.named(layout, 48, 4), dist.group.WORLD)
+
+
 def ring() -> tuple[frozenset[int], list[object]]:
     """The peers that this rank shares memory with, and its results."""
     transport = transport_of(dist.group.WORLD)
-    results = [
-        forward_and_backward(problem(), MASKS[mask], Layout.named(layout, 48, 4), dist.group.WORLD)[0]
-        for mask, layout in SETTINGS
-    ]
+    results = [forward_and_backward(problem(), sequence_of(mask, layout))[0] for mask, layout in SETTINGS]
     return transport._shared.peers, results  # type: ignore[attr-defined]
 
 
@@ -67,7 +67,7 @@ def lost() -> tuple[str, float]:
     try:
         while time.monotonic() < began + 60:
             began_call = time.monotonic()
-            forward_and_backward(p, MASKS["causal"], Layout.zigzag(48, 4), dist.group.WORLD)
+            forward_and_backward(p, sequence_of("causal", "zigzag"))
     except PeerLostError as error:
         return str(error), time.monotonic() - began_call
     return "nothing was lost", 0.0

@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "guide" / "versions.md"
 BEGIN, END = "<!-- the table of make matrix -->\n", "<!-- end of the table -->\n"
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "deepspeed")
-SUITE = ("tests/attn/test_ops.py", "tests/attn/test_ring_gloo.py", "tests/hf/test_hf_matrix.py")
+SUITE = ("tests/attn/test_ops.py", "tests/attn/test_attention_table.py", "tests/hf/test_hf_matrix.py")
 RUNNER = ("pytest", "pytest-timeout")
 AXOLOTL = ("tests/hf/test_hf_axolotl.py", "tests/hf/test_axolotl_train.py")
 # Where the compiled ops do not load, an error names what was found and what is expected.

@@ -48,7 +48,6 @@ class Transfer:
     is_head: bool  # whether they are the first rows of the block, or of k, in order
 
 
-
 @dataclass(frozen=True, eq=False)
 class PlannedRound:
     """What one rank does in one round. This rank may be among the others, where its keys are part of a block."""
