@@ -255,11 +255,9 @@ MUTANTS = [
     Mutant(
         "peers: heads and tails of documents are cut document after document",
         "python/ringtile/sequence/layout.py",
-        "            for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):\n"
-        "                rank = (min(chunk, 2 * world_size - 1 - chunk) + document) % world_size\n",
-        "            chunks = list(itertools.pairwise(bounds))\n"
-        "            for first, last in [x for i in range(world_size) for x in (chunks[i], chunks[-1 - i])]:\n"
-        "                rank = min(sum(held) * world_size // sum(lengths), world_size - 1)\n",
+        "(torch.minimum(chunk, num_chunks - 1 - chunk) + document[:, None]) % world_size",
+        "((lengths.cumsum(0) - lengths)[:, None] * world_size + torch.minimum(chunk, num_chunks - 1 - chunk) "
+        "* lengths[:, None]) // lengths.sum() + 0 * document[:, None]",
         "tests/sequence/test_balance.py -k equal_work",
         source="pytorch/pytorch#189902",
     ),

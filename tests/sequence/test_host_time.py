@@ -12,6 +12,8 @@ import pytest
 import torch
 from counting import Counting
 from ringtile import IntervalMask, Layout, ops
+from ringtile.sequence.pieces import find_pieces
+from ringtile.sequence.plan import rank_plan
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -45,10 +47,23 @@ def attention_over_striped_documents(count: int) -> Callable[[], object]:
     return lambda: ops.attn_fwd_(q, k, k, begin, begin + 64, runs, out, lse, scale=1.0, softcap=0.0)
 
 
+def batch_of_documents(count: int) -> Callable[[], object]:
+    """Its mask, and the layout, the rounds and their pieces on one of 4 ranks."""
+
+    def make() -> None:
+        mask = IntervalMask.documents([100] * count)
+        plan = rank_plan(mask, Layout.of_mask("per_document", mask, 4), 1)
+        for each in plan.rounds:
+            assert find_pieces(plan.begin, plan.end, each.k_runs)
+
+    return make
+
+
 LINEAR: dict[str, tuple[Callable[[int], Callable[[], object]], int]] = {
     "Layout.per_document": (lambda n: lambda: Layout.per_document([100] * n, 4), 500),
     "an attention call over runs that interleave": (attention_over_interleaving_runs, 2000),
     "an attention call over documents that are striped": (attention_over_striped_documents, 200),
+    "a batch of documents": (batch_of_documents, 250),
     "a layout in any local order": (
         lambda n: lambda: Layout.from_runs([[(2 * i, 1, 2 * (n - 1 - i), 2) for i in range(n)]]),
         16000,
@@ -61,6 +76,12 @@ def test_the_host_takes_time_for_runs_and_not_for_their_pairs(name: str) -> None
     make, size = LINEAR[name]
     small, large = (seconds(make(n)) for n in (size, 4 * size))
     assert large < 9 * small, (small, large)
+
+
+def test_a_layout_of_10000_documents_takes_milliseconds() -> None:
+    """160,000 runs over 8 ranks: a second where each was made in Python."""
+    lengths = [100] * 10_000
+    assert seconds(lambda: Layout.per_document(lengths, 8)) < 0.5
 
 
 def test_a_balanced_layout_makes_no_table_of_pairs_of_chunks() -> None:

@@ -43,7 +43,7 @@ def join(layout: Layout, size: int) -> tuple[Layout, list[Rows]]:
                 joined.append(run._replace(local_begin=row))
             row += run.length
         groups.append(tuple(joined))
-    return Layout(layout.seq_len, tuple(groups)), rows
+    return Layout.from_runs(groups), rows
 
 
 class HeadGroup:

@@ -9,11 +9,12 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ringtile import arguments, ops
 from ringtile.errors import InputError, LayoutError, shown
@@ -37,35 +38,50 @@ class Run(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """A partition of the global positions 0..S-1 over W ranks. Immutable; equal layouts hold equal runs.
 
     Build one with `contiguous`, `zigzag`, `striped`, `per_document` or `balanced`, or any other with `from_runs`. Every
     rank holds a token.
+
+    tensor: int64 CPU (R, 5), rank after rank, each in the order of its local tokens: rank, global_begin, stride,
+    local_begin, length; as the ops take it, and to be left as it is.
     """
 
     seq_len: int
-    _runs: tuple[tuple[Run, ...], ...]
+    tensor: Tensor
+    world_size: int = field(init=False)
+    _offsets: list[int] = field(init=False)  # of the first run of each rank, and the number of all
+    _numbers: list[int] = field(init=False)  # four of each run: a list for each would take ten times as long
 
     def __post_init__(self) -> None:
         if not 1 <= self.seq_len <= MAX_SEQ_LEN:
             raise LayoutError(f"seq_len is {self.seq_len}; expected 1..{MAX_SEQ_LEN}")
         try:
-            ops.layout_check(self.tensor, self.seq_len, self.world_size)
+            ops.layout_check(self.tensor, self.seq_len, int(self.tensor[-1, 0]) + 1)
         except RuntimeError as error:
-            raise LayoutError(_first_fault(self._runs, self.seq_len) or str(error)) from None
+            raise LayoutError(_first_fault(self.tensor, self.seq_len) or str(error)) from None
+        # Numbers of Python, made now: torch.compile traces what asks for them.
+        num_runs = self.tensor[:, 0].bincount()
+        object.__setattr__(self, "world_size", num_runs.numel())
+        object.__setattr__(self, "_offsets", [0, *num_runs.cumsum(0).tolist()])
+        object.__setattr__(self, "_numbers", self.tensor[:, 1:].flatten().tolist())
 
-    @property
-    def world_size(self) -> int:
-        return len(self._runs)
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return torch.equal(self.tensor, other.tensor)
 
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.seq_len, self._runs))
+        return ops.digest(self.tensor, self.tensor[:0], self.tensor[:0])
+
+    def __repr__(self) -> str:
+        return f"Layout(seq_len={self.seq_len}, world_size={self.world_size}, runs={len(self.tensor)})"
 
     # ---- the layouts ----------------------------------------------------------------------------
 
@@ -73,7 +89,7 @@ class Layout:
     def contiguous(cls, seq_len: int, world_size: int) -> Layout:
         """Rank r holds the r-th of W chunks. Causal work grows with r; a window needs only its halo."""
         bounds = _chunk_bounds("contiguous", seq_len, world_size, 1)
-        return cls(seq_len, tuple((Run(b, 1, 0, e - b),) for b, e in itertools.pairwise(bounds)))
+        return cls._of_ranks(seq_len, [[Run(b, 1, 0, e - b)] for b, e in itertools.pairwise(bounds)])
 
     @classmethod
     def zigzag(cls, seq_len: int, world_size: int) -> Layout:
@@ -83,15 +99,15 @@ class Layout:
         for rank in range(world_size):
             tail = 2 * world_size - 1 - rank
             head_len, tail_len = (bounds[chunk + 1] - bounds[chunk] for chunk in (rank, tail))
-            ranks.append((Run(bounds[rank], 1, 0, head_len), Run(bounds[tail], 1, head_len, tail_len)))
-        return cls(seq_len, tuple(ranks))
+            ranks.append([Run(bounds[rank], 1, 0, head_len), Run(bounds[tail], 1, head_len, tail_len)])
+        return cls._of_ranks(seq_len, ranks)
 
     @classmethod
     def striped(cls, seq_len: int, world_size: int) -> Layout:
         """Rank r holds positions r, r+W, r+2W, ... (striped attention, arXiv:2311.09431)."""
         _chunk_bounds("striped", seq_len, world_size, 1)
         lengths = (len(range(rank, seq_len, world_size)) for rank in range(world_size))
-        return cls(seq_len, tuple((Run(rank, world_size, 0, n),) for rank, n in enumerate(lengths)))
+        return cls._of_ranks(seq_len, [[Run(rank, world_size, 0, n)] for rank, n in enumerate(lengths)])
 
     @classmethod
     def per_document(cls, lengths: Sequence[int], world_size: int) -> Layout:
@@ -100,18 +116,37 @@ class Layout:
         A document of L tokens is cut into 2W chunks whose sizes differ by at most one; which rank gets the first of
         them moves on by one per document, so that left-over tokens spread. Raises LayoutError when a rank gets nothing.
         """
-        ranks: list[list[Run]] = [[] for _ in range(arguments.check_int("world_size", world_size))]
-        held = [0] * world_size
-        begin = 0
-        for document, length in enumerate(_lengths(lengths)):
-            bounds = [begin + chunk * length // (2 * world_size) for chunk in range(2 * world_size + 1)]
-            for chunk, (first, last) in enumerate(itertools.pairwise(bounds)):
-                rank = (min(chunk, 2 * world_size - 1 - chunk) + document) % world_size
-                if last > first:
-                    ranks[rank].append(Run(first, 1, held[rank], last - first))
-                    held[rank] += last - first
-            begin += length
-        return cls.from_runs(ranks)
+        numbers = _lengths(lengths)
+        if any(length < 0 for length in numbers) or sum(numbers) > MAX_SEQ_LEN:
+            raise LayoutError(
+                f"lengths is {numbers!r:.200}, {sum(numbers)} tokens; expected lengths >= 0 of at most {MAX_SEQ_LEN}"
+            )
+        return cls._per_document(torch.tensor(numbers, dtype=torch.int64, device="cpu"), world_size)
+
+    @classmethod
+    def _per_document(cls, lengths: Tensor, world_size: int) -> Layout:
+        """lengths: int64 CPU (documents,), each >= 0."""
+        if arguments.check_int("world_size", world_size) < 1:
+            raise LayoutError(f"world_size is {world_size}; expected at least 1")
+        num_chunks = 2 * world_size
+        chunk, document = (torch.arange(n, device="cpu") for n in (num_chunks, lengths.numel()))
+        cuts = torch.arange(num_chunks + 1, device="cpu") * lengths[:, None] // num_chunks
+        begins = (lengths.cumsum(0) - lengths)[:, None] + cuts[:, :-1]
+        owners = (torch.minimum(chunk, num_chunks - 1 - chunk) + document[:, None]) % world_size
+        return cls._of_chunks(owners.flatten(), begins.flatten(), cuts.diff(dim=1).flatten(), world_size)
+
+    @classmethod
+    def _of_chunks(cls, owners: Tensor, begins: Tensor, lengths: Tensor, world_size: int) -> Layout:
+        """Deal chunks, in the order of the sequence: int64 CPU (C,), of which those without a token are left out."""
+        held = torch.zeros(world_size, dtype=torch.int64, device="cpu").index_add_(0, owners, lengths)
+        if int(held.min()) == 0:
+            raise _no_token(int(held.argmin()))
+        order = owners.argsort(stable=True)
+        order = order[lengths[order] > 0]
+        ranks, begins, lengths = owners[order], begins[order], lengths[order]
+        rows = lengths.cumsum(0) - lengths - (held.cumsum(0) - held)[ranks]
+        tensor = torch.stack((ranks, begins, torch.ones_like(ranks), rows, lengths), dim=1)
+        return cls(int(held.sum()), tensor)
 
     @classmethod
     def balanced(cls, mask: IntervalMask, world_size: int, chunk: int | None = None) -> Layout:
@@ -135,15 +170,11 @@ class Layout:
                 "at least a rank, a token in a chunk, and a chunk for every rank"
             )
         chunk = min(chunk, mask.seq_len)
-        owners = balance.deal(mask, world_size, chunk).tolist()
-        ranks: list[list[Run]] = [[] for _ in range(world_size)]
-        held = [0] * world_size
-        for owner, group in itertools.groupby(enumerate(owners), key=operator.itemgetter(1)):
-            chunks = [index for index, _ in group]
-            begin, end = chunks[0] * chunk, min((chunks[-1] + 1) * chunk, mask.seq_len)
-            ranks[owner].append(Run(begin, 1, held[owner], end - begin))
-            held[owner] += end - begin
-        return cls(mask.seq_len, tuple(map(tuple, ranks)))
+        owners = balance.deal(mask, world_size, chunk)
+        changes = (owners.diff() != 0).nonzero()[:, 0] + 1  # chunks of one rank after another are one run
+        firsts = pad(changes, (1, 0))
+        lengths = pad(firsts * chunk, (0, 1), value=mask.seq_len).diff()
+        return cls._of_chunks(owners[firsts], firsts * chunk, lengths, world_size)
 
     @classmethod
     def from_runs(cls, runs: Iterable[Iterable[Sequence[int]]]) -> Layout:
@@ -161,8 +192,13 @@ class Layout:
             raise InputError(f"runs is {runs!r:.200}; expected for every rank a list of runs") from None
         for rank, of_rank in enumerate(ranks):
             if not of_rank:
-                raise LayoutError(f"rank {rank} holds no token; expected at least one run for every rank")
-        return cls(sum(run.length for of_rank in ranks for run in of_rank), ranks)
+                raise _no_token(rank)
+        return cls._of_ranks(sum(run.length for of_rank in ranks for run in of_rank), ranks)
+
+    @classmethod
+    def _of_ranks(cls, seq_len: int, ranks: Sequence[Sequence[Run]]) -> Layout:
+        rows = [(rank, *run) for rank, of_rank in enumerate(ranks) for run in of_rank]
+        return cls(seq_len, torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 5))
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Layout:
@@ -189,10 +225,11 @@ class Layout:
         Documents are those of the mask's first row.
         """
         if name == "per_document":
-            attends = mask.end[0] > mask.begin[0]
-            starts = {0, *mask.begin[0][attends].tolist()}
-            bounds = [*sorted(starts), mask.seq_len]
-            return cls.per_document([end - begin for begin, end in itertools.pairwise(bounds)], world_size)
+            begin, end = mask.begin[0], mask.end[0]
+            is_bound = torch.zeros(mask.seq_len + 1, dtype=torch.bool, device="cpu")
+            is_bound[begin[end > begin]] = True
+            is_bound[[0, -1]] = True
+            return cls._per_document(is_bound.nonzero()[:, 0].diff(), world_size)
         if name == "balanced":
             return cls.balanced(mask, world_size)
         return cls.named(name, mask.seq_len, world_size)
@@ -209,23 +246,22 @@ class Layout:
 
     def runs(self, rank: int) -> tuple[Run, ...]:
         """Return the runs of a rank. Raise LayoutError when there is no such rank."""
-        if not 0 <= arguments.check_int("rank", rank) < self.world_size:
-            raise LayoutError(f"rank is {rank}; expected 0..{self.world_size - 1}")
-        return self._runs[rank]
+        numbers = self._of_rank(rank)
+        return tuple(Run(*numbers[i : i + 4]) for i in range(0, len(numbers), 4))
 
     def local_len(self, rank: int) -> int:
         """Return N, the number of tokens a rank holds."""
-        return sum(run.length for run in self.runs(rank))
+        return sum(self._of_rank(rank)[3::4])
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """Return int64 (N,): the global position of each local token."""
-        return run_positions(torch.tensor(self.runs(rank), dtype=torch.int64, device="cpu")).to(device)
+        return run_positions(torch.tensor(self._of_rank(rank), device="cpu").view(-1, 4)).to(device)
 
-    @functools.cached_property
-    def tensor(self) -> Tensor:
-        """int64 CPU (R, 5), rank after rank: rank, global_begin, stride, local_begin, length. As the ops take it."""
-        rows = [(rank, *run) for rank, of_rank in enumerate(self._runs) for run in of_rank]
-        return torch.tensor(rows, dtype=torch.int64, device="cpu")
+    def _of_rank(self, rank: int) -> list[int]:
+        """Return the numbers of the runs of a rank, one after another."""
+        if not 0 <= arguments.check_int("rank", rank) < self.world_size:
+            raise LayoutError(f"rank is {rank}; expected 0..{self.world_size - 1}")
+        return self._numbers[4 * self._offsets[rank] : 4 * self._offsets[rank + 1]]
 
     # ---- tensors --------------------------------------------------------------------------------
 
@@ -237,7 +273,7 @@ class Layout:
         dim = arguments.check_dim("x", x, dim)
         if x.size(dim) != self.seq_len:
             raise InputError(f"x is {tuple(x.shape)}, dim {dim}; expected size {self.seq_len} in dim")
-        return ops.shard_seq(x, self.runs(rank), dim)
+        return ops.shard_seq(x, [self._of_rank(rank)], dim)
 
     def unshard(self, local: Tensor, dim: int, group: Group | None = None) -> Tensor:
         """Return the pieces of all ranks in global order: size N in `dim` -> size S, the same tensor on every rank.
@@ -247,6 +283,10 @@ class Layout:
         InputError: local has not N tokens in `dim`, or W is not the group's. RingMismatchError, PeerLostError.
         """
         return all_gather_seq(local, self.tensor, dim, self.seq_len, group)
+
+
+def _no_token(rank: int) -> LayoutError:
+    return LayoutError(f"rank {rank} holds no token; expected at least one run for every rank")
 
 
 def check_types(mask: object, *layout: object) -> None:
@@ -304,26 +344,26 @@ def run_positions(runs: Tensor) -> Tensor:
     return positions
 
 
-def _first_fault(runs: tuple[tuple[Run, ...], ...], seq_len: int) -> str | None:
+def _first_fault(layout: Tensor, seq_len: int) -> str | None:
     """Return what `ops.layout_check` refused, in words."""
-    for rank, of_rank in enumerate(runs):
-        filled = 0
-        for run in sorted(of_rank, key=lambda run: run.local_begin):
-            last = run.global_begin + (run.length - 1) * run.stride
-            if run.length < 1 or run.stride < 1 or last >= seq_len:
-                return (
-                    f"rank {rank} has {run}; expected length >= 1, stride >= 1 and positions in 0..{seq_len - 1} "
-                    f"(the lengths of all runs add up to {seq_len})"
-                )
-            if run.local_begin != filled:
-                return f"rank {rank} has {run}; expected local_begin {filled}, where its previous run ends"
-            filled += run.length
+    before, filled = 0, 0
+    for rank, *numbers in layout.tolist():
+        run = Run(*numbers)
+        before, filled = rank, filled if rank == before else 0
+        last = run.global_begin + (run.length - 1) * run.stride
+        if run.length < 1 or run.stride < 1 or last >= seq_len:
+            return (
+                f"rank {rank} has {run}; expected length >= 1, stride >= 1 and positions in 0..{seq_len - 1} "
+                f"(the lengths of all runs add up to {seq_len})"
+            )
+        if run.local_begin != filled:
+            return f"rank {rank} has {run}; expected local_begin {filled}, where its previous run ends"
+        filled += run.length
     if seq_len > _MAX_SEARCHED:
         return None
-    held = torch.bincount(
-        torch.cat([run_positions(torch.tensor(of_rank, device="cpu")) for of_rank in runs if of_rank]),
-        minlength=seq_len,
-    )
+    begin, stride, _, length = layout[:, 1:].T
+    every = run_positions(torch.stack((begin, stride, length.cumsum(0) - length, length), dim=1))
+    held = torch.bincount(every, minlength=seq_len)
     wrong = (held != 1).nonzero()
     if wrong.numel() == 0:
         return None

@@ -292,8 +292,9 @@ class IntervalMask:
                 "tokens in every row"
             )
         _check_seq_len(sums[0])
-        document = [_document_numbers(row) for row in per_row]
-        return cls._of_documents(torch.stack(document), causal)
+        bounds = [_document_bounds(row) for row in per_row]
+        begin, end = (torch.stack(x) for x in zip(*bounds, strict=True))
+        return cls(begin, (_positions(sums[0]) + 1).expand_as(begin) if causal else end)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, causal: bool = True) -> IntervalMask:
@@ -337,9 +338,7 @@ class IntervalMask:
     def from_position_ids(cls, position_ids: Tensor, causal: bool = True) -> IntervalMask:
         """position_ids (B, S) integers: a document starts where they do not go on by + 1."""
         _check_integers("position_ids", position_ids, 2)
-        starts = position_ids.cpu().long().diff(dim=1) != 1
-        document = torch.nn.functional.pad(starts.cumsum(1), (1, 0))
-        return cls._of_documents(document, causal)
+        return cls._of_documents(position_ids.cpu().long().diff(dim=1) != 1, causal)
 
     @classmethod
     def from_padding(cls, attention_mask: Tensor, causal: bool = True) -> IntervalMask:
@@ -354,7 +353,7 @@ class IntervalMask:
             raise InputError(
                 f"attention_mask holds {int(document.min())}; expected 0 for padding, numbers above for tokens"
             )
-        mask = cls._of_documents(document, causal)
+        mask = cls._of_documents(document.diff(dim=1) != 0, causal)
         # Sorted by number, the tokens of a document must still be neighbours in the sequence.
         number, position = document.sort(dim=1, stable=True)
         resumes = (number.diff(dim=1) == 0) & (position.diff(dim=1) != 1) & (number[:, 1:] > 0)
@@ -415,17 +414,16 @@ class IntervalMask:
         return mask
 
     @classmethod
-    def _of_documents(cls, document: Tensor, causal: bool) -> IntervalMask:
-        """document (B, S): a document is a stretch of equal numbers."""
-        changes = document.diff(dim=1) != 0
-        positions = _positions(document.size(1))
-        never = torch.zeros_like(document[:, :1], dtype=torch.bool)
+    def _of_documents(cls, changes: Tensor, causal: bool) -> IntervalMask:
+        """changes bool (B, S - 1): whether the next token is of another document."""
+        positions = _positions(changes.size(1) + 1)
+        never = torch.zeros(changes.size(0), 1, dtype=torch.bool, device="cpu")
         starts = torch.cat((~never, changes), dim=1)
         begin = torch.where(starts, positions, 0).cummax(1).values
         if causal:
             return cls(begin, (positions + 1).expand_as(begin))
         stops = torch.cat((changes, ~never), dim=1)
-        stop = torch.where(stops, positions + 1, document.size(1))
+        stop = torch.where(stops, positions + 1, positions.size(1))
         return cls(begin, stop.flip(1).cummin(1).values.flip(1))
 
 
@@ -435,9 +433,11 @@ def _positions(seq_len: int) -> Tensor:
     return torch.arange(seq_len, dtype=torch.int32, device="cpu")[None]
 
 
-def _document_numbers(lengths: list[int]) -> Tensor:
-    """int64 (S,): 0 for each token of the first document, 1 for the second, ..."""
-    return torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), torch.tensor(lengths, device="cpu"))
+def _document_bounds(lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Of each token, int32 (S,): where its document begins, and where it ends."""
+    length = torch.tensor(lengths, device="cpu")
+    end = length.cumsum(0)
+    return (end - length).int().repeat_interleave(length), end.int().repeat_interleave(length)
 
 
 def _check_seq_len(seq_len: int) -> None:

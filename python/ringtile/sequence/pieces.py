@@ -66,9 +66,10 @@ def find_pieces(
     of the keys are not in the order of their positions.
     """
     k_runs = k_runs[k_runs[:, 2].argsort()]  # in the order of rows
-    two_sides = (*key_bounds, at) if key_bounds else (None, None, None)
-    found, counts = ops.pieces(begin, end, k_runs, *two_sides, MAX_PIECES, MAX_STRETCHES)
-    pieces = (Piece(*numbers, bool(drops), bool(gains)) for *numbers, drops, gains in found.tolist())
+    key_begin, key_end = key_bounds or (None, None)
+    positions = at if key_bounds else None
+    found, counts = ops.pieces(begin, end, k_runs, key_begin, key_end, positions, MAX_PIECES, MAX_STRETCHES)
+    pieces = (Piece(a, b, c, d, bool(drops), bool(gains)) for a, b, c, d, drops, gains in found.tolist())
     rows = tuple(tuple(itertools.islice(pieces, count)) for count in counts.tolist())
     return rows or None
 
