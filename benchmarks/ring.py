@@ -152,7 +152,7 @@ def ringmaster_local(context: RankContext, inputs: Inputs) -> LocalAttention | N
             causal=context.case.is_causal,
             scaling=None,
             dropout=0.0,
-            backend="math",
+            provider="math",
             rotate_method=config.RotateMethod.ALLTOALL,
             attn_implementation="math",
         )
