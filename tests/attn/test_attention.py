@@ -32,9 +32,6 @@ def test_is_causal_says_a_mask() -> None:
             attention(*p[:3], **given)
 
 
-# ---- the accuracy rule --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_results_are_float32_ones_rounded_once(dtype: torch.dtype) -> None:
     """Bit by bit: the last call writes them in 16 bits itself."""
@@ -114,15 +111,13 @@ def test_bits_do_not_depend_on_the_number_of_threads(mask: IntervalMask) -> None
 def test_transposed_views_go_in_without_a_copy() -> None:
     """(B, H, S, D) tensors transposed, as transformers hands them over."""
     p, mask = problem(2, 50, 4, 2, 16), IntervalMask.causal(50)
-    expected = run_attention(p, mask)
     views = Problem(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in p))
     assert not any(x.is_contiguous() for x in views)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         out = attention(views.q, views.k, views.v, mask=mask)
     copies = {"aten::copy_", "aten::clone", "aten::contiguous"} & {event.key for event in profile.key_averages()}
     assert not copies
-    assert torch.equal(out, expected[0])
-    assert all(torch.equal(x, y) for x, y in zip(run_attention(views, mask), expected, strict=True))
+    assert torch.equal(out, attention(p.q, p.k, p.v, mask=mask))
 
 
 @pytest.mark.parametrize("dtype", ops.FLOAT_DTYPES)

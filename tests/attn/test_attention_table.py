@@ -76,7 +76,6 @@ AXES: dict[str, list[Any]] = {
     "dtype": list(ops.FLOAT_DTYPES),
     "poison": [torch.nan, torch.inf, -torch.inf, 1e30],
 }
-OTHERS = [*AXES][5:]  # the axes that are drawn where the others' product is tried
 
 
 class Cell(NamedTuple):

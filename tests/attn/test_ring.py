@@ -217,33 +217,12 @@ OF_SIX = [IntervalMask.causal(6), IntervalMask.shared_prefix(2, [2, 2])]
 
 
 @pytest.mark.parametrize("mask", OF_SIX, ids=["one side", "two sides"])
-def test_op_passes_opcheck(mask: IntervalMask) -> None:
+def test_ops_pass_opcheck(mask: IntervalMask) -> None:
     torch.library.opcheck(torch.ops.ringtile.ring_attention.default, op_arguments(mask))
-
-
-@pytest.mark.parametrize("mask", OF_SIX, ids=["one side", "two sides"])
-def test_backward_op_passes_opcheck(mask: IntervalMask) -> None:
     q, k, v, *others = (x.detach() if isinstance(x, Tensor) else x for x in op_arguments(mask))
     out, lse = torch.ops.ringtile.ring_attention(q, k, v, *others)
     arguments = (torch.ones_like(out), torch.zeros_like(lse), out, lse, q, k, v, *others)
     torch.library.opcheck(torch.ops.ringtile.ring_attention_backward.default, arguments)
-
-
-@pytest.mark.parametrize("name", ["documents", "tree"])
-def test_ring_compiles_into_one_graph(name: str) -> None:
-    p = problem()
-    sequence = ShardedSequence(MASKS[name], Layout.contiguous(48, 1))
-
-    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ring_attention(q * 2, k, v, sequence).sin()
-
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    results = []
-    for function in (layer, compiled):
-        leaves = [x.clone().requires_grad_() for x in (p.q, p.k, p.v)]
-        out = function(*leaves)
-        results.append((out, *torch.autograd.grad(out, leaves, p.dout)))
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
 def compiled_and_eager() -> list[bool]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from attention_calls import problem
 from pool import Pool, run_ranks
 from ringtile import (
+    AttentionDropout,
     InputError,
     IntervalMask,
     Layout,
@@ -49,6 +50,12 @@ class Call:
     window: int = 48
     scale: float = 0.25
     softcap: float = 0.0
+    scheme: str = "ring"
+    dropout: float = 0.3
+    seed: int = 1
+    step: int = 2
+    stream: int = 3
+    row: int = 4
 
     def forward(self, group: dist.ProcessGroup | None) -> torch.Tensor:
         layout = Layout.named(self.layout, self.seq_len, dist.get_world_size(group))
@@ -56,9 +63,11 @@ class Call:
         p = problem(*sizes, dtype=self.dtype)
         q, k, v = (layout.shard(x, 1, dist.get_rank(group)).requires_grad_() for x in (p.q, p.k, p.v))
         mask = IntervalMask.sliding_window(self.seq_len, self.window)
-        return ring_attention(
-            q, k, v, ShardedSequence(mask, layout, group), scale=self.scale, softcap=self.softcap
-        )  # fmt: skip
+        drop = AttentionDropout(
+            self.dropout, self.row + torch.arange(self.batch), self.seed, step=self.step, stream=self.stream
+        )
+        sequence = ShardedSequence(mask, layout, group, scheme=self.scheme)
+        return ring_attention(q, k, v, sequence, scale=self.scale, softcap=self.softcap, dropout=drop)
 
 
 USUAL = Call()
@@ -74,6 +83,12 @@ DISAGREEMENTS = {
     "mask": (replace(USUAL, window=7), "mask digest", "-?[0-9]+", "-?[0-9]+"),
     "scale": (replace(USUAL, scale=0.5), "scale", 0.25, 0.5),
     "softcap": (replace(USUAL, softcap=30.0), "softcap", 0.0, 30.0),
+    "scheme": (replace(USUAL, scheme="all_gather"), "scheme", ".*", ".*"),
+    "dropout": (replace(USUAL, dropout=0.4), "dropout", 0.3, 0.4),
+    "dropout seed": (replace(USUAL, seed=5), "dropout seed", 1, 5),
+    "dropout step": (replace(USUAL, step=5), "dropout step", 2, 5),
+    "dropout stream": (replace(USUAL, stream=5), "dropout stream", 3, 5),
+    "rows": (replace(USUAL, row=5), "fingerprint of the data", ".*", ".*"),
 }
 
 

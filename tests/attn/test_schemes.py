@@ -19,7 +19,6 @@ from ringtile import (
     Layout,
     LoopbackWorld,
     RefusedError,
-    RingMismatchError,
     ShardedSequence,
     plan,
     ring_attention,
@@ -103,18 +102,6 @@ def test_groups_that_do_not_come_out_even_are_refused() -> None:
         Config(context_parallel_size=3, context_parallel_scheme="usp:2")
     with pytest.raises(ConfigError, match=r"context_parallel_scheme: the scheme is 'ulises'; expected ring"):
         Config(context_parallel_size=3, context_parallel_scheme="ulises")
-
-
-def test_ranks_of_different_schemes_are_named() -> None:
-    p = problem(1, SEQ_LEN, 4, 2)
-
-    def on_rank(group: LoopbackGroup) -> None:
-        scheme = ("ulysses", "all_gather")[group.transport.rank]
-        sequence = ShardedSequence(MASKS["causal"], Layout.zigzag(SEQ_LEN, 2), group, scheme=scheme)
-        with pytest.raises(RingMismatchError, match="ranks disagree on scheme in call 1"):
-            ring_attention(*(sequence.shard(x, 1) for x in (p.q, p.k, p.v)), sequence)
-
-    LoopbackWorld(2).run(on_rank)
 
 
 def test_a_wrong_kernel_of_single_heads_is_refused_before_any_message(monkeypatch: pytest.MonkeyPatch) -> None:

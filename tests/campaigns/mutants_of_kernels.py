@@ -204,7 +204,7 @@ MUTANTS = [
         "python/ringtile/attn/ulysses.py",
         "step = drop.step  #",
         "step = 0  #",
-        "tests/attn/test_attention_options.py -k told",
+        "tests/attn/test_ring_failures.py -k disagreement",
     ),
     Mutant(
         "dropout: rows may be written to before the backward",

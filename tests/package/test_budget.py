@@ -30,7 +30,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tools": (27, 3580),
     "tests": (9, 1270),
     "tests/bench": (4, 680),
-    "tests/attn": (23, 5020),
+    "tests/attn": (23, 4970),
     "tests/c": (26, 6910),
     "tests/campaigns": (21, 4820),
     "tests/cli": (13, 2450),
