@@ -36,7 +36,7 @@ MUTANTS = [
         "python/ringtile/sequence/mask.py",
         "        return cls(begin, begin + seq_len)\n",
         "        return cls.causal(seq_len)\n",
-        "tests/attn/test_attention_table.py -k cells",
+        "tests/sequence/test_mask.py",
         source="pytorch/pytorch#141429",
         case="bidirectional",
     ),
