@@ -288,8 +288,8 @@ MUTANTS = [
     Mutant(
         "mask: a restart of position ids is no document",
         "python/ringtile/sequence/mask.py",
-        "starts = position_ids.cpu().long().diff(dim=1) != 1",
-        "starts = position_ids.cpu().long().diff(dim=1) > 1",
+        "position_ids.cpu().long().diff(dim=1) != 1, causal",
+        "position_ids.cpu().long().diff(dim=1) > 1, causal",
         "tests/sequence/test_mask.py",
     ),
     Mutant(
