@@ -189,10 +189,13 @@ static int64_t append_needed(const parts *x, int64_t key_rank, const int32_t *be
     int64_t pairs = 0, local = 0;
     for (int64_t r = 0; r < num_runs; r++) {
         const rt_run *run = run_at(runs, num_runs, local, r);
-        for (int64_t j = 0, g = run->global_begin; j < run->length; j++, local++, g += run->stride) {
-            const int64_t num_queries = x->attended[below == NULL ? g : below[g]];
-            if (num_queries == 0) continue;
-            pairs += num_queries;
+        int64_t g = run->global_begin;
+        for (const int64_t end = local + run->length; local < end;) {
+            int64_t num_queries = x->attended[below == NULL ? g : below[g]];
+            if (num_queries == 0) {
+                local++, g += run->stride;
+                continue;
+            }
             const bool continues = piece.length > 0 && piece.stride == run->stride &&
                                    piece.local_begin + piece.length == local &&
                                    g - piece.global_begin == piece.length * piece.stride; // cannot overflow
@@ -200,8 +203,13 @@ static int64_t append_needed(const parts *x, int64_t key_rank, const int32_t *be
                 if (piece.length > 0) append(list, piece);
                 piece = (rt_run){.global_begin = g, .stride = run->stride, .local_begin = local};
             }
-            piece.length++;
-            keys->num_keys++;
+            const int64_t first = local;
+            do { // most keys continue their run
+                pairs += num_queries;
+                local++, g += run->stride;
+                num_queries = local < end ? x->attended[below == NULL ? g : below[g]] : 0;
+            } while (num_queries > 0);
+            piece.length += local - first, keys->num_keys += local - first;
         }
     }
     if (piece.length > 0) append(list, piece);

@@ -77,7 +77,21 @@ struct PlanArg {
     }
 };
 
-// Of one rank, or of all pairs of ranks. rounds (1 or W, 5), transfers (2, W, 5): incoming and outgoing, runs (M, 4),
+// (N) of runs (R, 4) that fill the rows: the position in each.
+Tensor run_positions(const Tensor &runs) {
+    const char *op = "run_positions";
+    const auto [list, num_runs] = runs_of(runs, op, "runs");
+    int64_t num_rows = 0;
+    for (int64_t r = 0; r < num_runs; ++r) {
+        require(list[r].length >= 1 && list[r].length <= INT32_MAX - num_rows, op, "runs are of no or too many rows");
+        num_rows += list[r].length;
+    }
+    Tensor positions = on_host({num_rows}, ScalarType::Long);
+    check(rt_runs_positions(list, num_runs, static_cast<int64_t *>(positions.data_ptr()), num_rows), op);
+    return positions;
+}
+
+// rounds (1 or W, 5), transfers (2, W, 5): incoming and outgoing, runs (M, 4),
 // as the fields of rt_round, rt_transfer and rt_run.
 std::tuple<Tensor, Tensor, Tensor> plan_rank(const Tensor &begin, const Tensor &end, const Tensor &layout, int64_t rank,
                                              bool at_once) {
@@ -140,19 +154,20 @@ std::tuple<Tensor, Tensor> pieces(const Tensor &begin, const Tensor &end, const 
         p.positions = arg.on_cpu().dtype(ScalarType::Long).contiguous().sizes({p.num_queries}).data<const int64_t>();
     }
     require(max_pieces >= 0 && max_pieces <= INT32_MAX, op, "max_pieces is ", max_pieces, ", expected 0..2^31 - 1");
-    std::vector<int32_t> bounds(2 * static_cast<size_t>(p.num_queries));
-    std::vector<rt_piece> found(static_cast<size_t>(max_pieces));
-    p.bounds = bounds.data();
+    const Tensor bounds = on_host({p.num_queries, 2}, ScalarType::Int);
+    const Tensor room = on_host({max_pieces, 6}, ScalarType::Long);
+    static_assert(sizeof(rt_piece) == 6 * sizeof(int64_t), "a piece is one row of the tensor");
+    auto *found = static_cast<rt_piece *>(room.data_ptr());
+    p.bounds = static_cast<int32_t *>(bounds.data_ptr());
     Tensor counts = on_host({p.mask_batch}, ScalarType::Long);
     auto *count = static_cast<int64_t *>(counts.data_ptr());
-    const rt_status status = rt_pieces(&p, found.data(), max_pieces, count);
+    const rt_status status = rt_pieces(&p, found, max_pieces, count);
     if (status == RT_CAPACITY || status == RT_BAD_POSITIONS)
         return {on_host({0, 6}, ScalarType::Long), on_host({0}, ScalarType::Long)};
     check(status, op);
     const int64_t total = std::accumulate(count, count + p.mask_batch, int64_t{0});
     Tensor result = on_host({total, 6}, ScalarType::Long);
-    static_assert(sizeof(rt_piece) == 6 * sizeof(int64_t), "a piece is one row of the tensor");
-    std::copy(found.data(), found.data() + total, static_cast<rt_piece *>(result.data_ptr()));
+    std::copy(found, found + total, static_cast<rt_piece *>(result.data_ptr()));
     return {result, counts};
 }
 
@@ -228,6 +243,7 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("layout_check(Tensor layout, int seq_len, int world_size) -> ()");
     m.def("plan_rank(Tensor begin, Tensor end, Tensor layout, int rank, bool at_once) -> (Tensor, Tensor, Tensor)");
     m.def("plan_counts(Tensor begin, Tensor end, Tensor layout) -> (Tensor, Tensor)");
+    m.def("run_positions(Tensor runs) -> Tensor");
     m.def("pieces(Tensor begin, Tensor end, Tensor k_runs, Tensor? key_begin, Tensor? key_end, Tensor? positions, "
           "int max_pieces, int max_stretches) -> (Tensor, Tensor)");
     m.def("mask_hulls(Tensor begin, Tensor end, Tensor key_begin, Tensor key_end, int last=0) -> (Tensor, Tensor, "
@@ -259,6 +275,7 @@ STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
     m.impl("layout_check", TORCH_BOX(&layout_check));
     m.impl("plan_rank", TORCH_BOX(&plan_rank));
     m.impl("plan_counts", TORCH_BOX(&plan_counts));
+    m.impl("run_positions", TORCH_BOX(&run_positions));
     m.impl("pieces", TORCH_BOX(&pieces));
     m.impl("mask_hulls", TORCH_BOX(&mask_hulls));
     m.impl("digest", TORCH_BOX(&digest));

@@ -352,6 +352,12 @@ def layout_check(layout: Tensor, seq_len: int, world_size: int) -> None:
     _ops.layout_check(layout, seq_len, world_size)
 
 
+def run_positions(runs: Tensor) -> Tensor:
+    """Return int64 (N,): the position in each row, for runs int64 CPU (R, 4) in any order that fill the rows."""
+    positions: Tensor = _ops.run_positions(runs)
+    return positions
+
+
 def plan_rank(begin: Tensor, end: Tensor, layout: Tensor, rank: int, at_once: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the rounds of one rank, for an interval mask over a layout; sequence/plan.py makes objects of them.
 
@@ -418,6 +424,11 @@ def digest(begin: Tensor, end: Tensor, layout: Tensor) -> int:
 def _check_on_cpu(begin: Tensor, end: Tensor, layout: Tensor) -> None:
     for name, x in (("begin", begin), ("end", end), ("layout", layout)):
         arguments.check_on_cpu(name, x)
+
+
+@torch.library.register_fake("ringtile::run_positions")  # type: ignore[untyped-decorator]
+def _(runs: Tensor) -> Tensor:
+    return runs.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
 @torch.library.register_fake("ringtile::plan_rank")  # type: ignore[untyped-decorator]

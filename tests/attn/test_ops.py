@@ -97,6 +97,7 @@ OPCHECK_CASES = {
     "shard_seq": lambda: (torch.randn(2, 8, 3, requires_grad=True), [6, 1, 0, 2, 0, 1, 2, 2], 1),
     "unshard_seq": lambda: (torch.randn(2, 4, 3), [6, 1, 0, 2, 0, 1, 2, 2], 1, 8),
     "layout_check": lambda: (TWO_HALVES, 8, 2),
+    "run_positions": lambda: (ops.runs_tensor([(1, 2, 0, 4)]),),
     "plan_rank": lambda: (*causal(8), TWO_HALVES, 0, False),
     "plan_counts": lambda: (*causal(8), TWO_HALVES),
     "digest": lambda: (*causal(8), TWO_HALVES),

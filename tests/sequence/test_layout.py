@@ -219,6 +219,8 @@ def test_unshard_refuses_what_does_not_fit(local: Tensor, dim: int, layout: Layo
 
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "no ranks": (lambda: Layout.contiguous(4, 0), "world_size is 0; expected at least 1"),
+    "no ranks, documents": (lambda: Layout.per_document([4], 0), "world_size is 0; expected at least 1"),
+    "negative document": (lambda: Layout.per_document([-1, 4], 1), "lengths >= 0"),
     "no runs": (lambda: Layout.from_runs([]), "seq_len is 0; expected 1.."),
     "idle rank": (lambda: Layout.from_runs([[(0, 1, 0, 4)], []]), "rank 1 holds no token; expected at least one"),
     "held twice": (

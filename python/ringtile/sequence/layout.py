@@ -225,11 +225,10 @@ class Layout:
         Documents are those of the mask's first row.
         """
         if name == "per_document":
-            begin, end = mask.begin[0], mask.end[0]
-            is_bound = torch.zeros(mask.seq_len + 1, dtype=torch.bool, device="cpu")
-            is_bound[begin[end > begin]] = True
-            is_bound[[0, -1]] = True
-            return cls._per_document(is_bound.nonzero()[:, 0].diff(), world_size)
+            changes = pad(mask.begin[0].diff() != 0, (1, 0), value=True)
+            begins = {0, *mask.begin[0][changes].tolist()}  # 0 where nothing is attended
+            bounds = torch.tensor([*sorted(begins), mask.seq_len], device="cpu")
+            return cls._per_document(bounds.diff(), world_size)
         if name == "balanced":
             return cls.balanced(mask, world_size)
         return cls.named(name, mask.seq_len, world_size)
@@ -255,7 +254,8 @@ class Layout:
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """Return int64 (N,): the global position of each local token."""
-        return run_positions(torch.tensor(self._of_rank(rank), device="cpu").view(-1, 4)).to(device)
+        numbers = torch.tensor(self._of_rank(rank), dtype=torch.int64, device="cpu")
+        return ops.run_positions(numbers.view(-1, 4)).to(device)
 
     def _of_rank(self, rank: int) -> list[int]:
         """Return the numbers of the runs of a rank, one after another."""
@@ -336,14 +336,6 @@ def _run(rank: int, values: Sequence[int]) -> Run:
     return run
 
 
-def run_positions(runs: Tensor) -> Tensor:
-    """Return int64 CPU: the position in each row, for runs int64 CPU (R, 4) in any order that fill the rows."""
-    begin, stride, row, length = runs[runs[:, 2].argsort()].T
-    first, step = torch.stack((begin - stride * row, stride)).repeat_interleave(length, dim=1)
-    positions: Tensor = first + step * torch.arange(first.numel(), device="cpu")
-    return positions
-
-
 def _first_fault(layout: Tensor, seq_len: int) -> str | None:
     """Return what `ops.layout_check` refused, in words."""
     before, filled = 0, 0
@@ -362,7 +354,7 @@ def _first_fault(layout: Tensor, seq_len: int) -> str | None:
     if seq_len > _MAX_SEARCHED:
         return None
     begin, stride, _, length = layout[:, 1:].T
-    every = run_positions(torch.stack((begin, stride, length.cumsum(0) - length, length), dim=1))
+    every = ops.run_positions(torch.stack((begin, stride, length.cumsum(0) - length, length), dim=1))
     held = torch.bincount(every, minlength=seq_len)
     wrong = (held != 1).nonzero()
     if wrong.numel() == 0:

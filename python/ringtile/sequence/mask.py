@@ -292,9 +292,10 @@ class IntervalMask:
                 "tokens in every row"
             )
         _check_seq_len(sums[0])
-        bounds = [_document_bounds(row) for row in per_row]
-        begin, end = (torch.stack(x) for x in zip(*bounds, strict=True))
-        return cls(begin, (_positions(sums[0]) + 1).expand_as(begin) if causal else end)
+        begin = torch.stack([_of_documents(row) for row in per_row])
+        if causal:
+            return cls(begin, (_positions(sums[0]) + 1).expand_as(begin))
+        return cls(begin, torch.stack([_of_documents(row, ends=True) for row in per_row]))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, causal: bool = True) -> IntervalMask:
@@ -433,11 +434,11 @@ def _positions(seq_len: int) -> Tensor:
     return torch.arange(seq_len, dtype=torch.int32, device="cpu")[None]
 
 
-def _document_bounds(lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Of each token, int32 (S,): where its document begins, and where it ends."""
-    length = torch.tensor(lengths, device="cpu")
-    end = length.cumsum(0)
-    return (end - length).int().repeat_interleave(length), end.int().repeat_interleave(length)
+def _of_documents(lengths: list[int], *, ends: bool = False) -> Tensor:
+    """int32 (S,): where the document of each token begins, or ends."""
+    length = torch.tensor(lengths, dtype=torch.int32, device="cpu")
+    end = length.cumsum(0, dtype=torch.int32)
+    return (end if ends else end - length).repeat_interleave(length)
 
 
 def _check_seq_len(seq_len: int) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringtile import ops
-from ringtile.sequence.layout import Layout, run_positions
+from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 
 
@@ -100,7 +100,7 @@ def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = 
         of_round = slice(0, 0) if in_place else slice(None) if at_once else slice(i, i + 1)
         of_keys: tuple[Tensor, ...] = ()
         if mask.loose_key_bounds:
-            of_block = positions if in_place else run_positions(k_runs)
+            of_block = positions if in_place else ops.run_positions(k_runs)
             of_keys = tuple(x[:, of_block] for x in mask.loose_key_bounds)
         planned.append(
             PlannedRound(
