@@ -382,22 +382,13 @@ def plan_counts(begin: Tensor, end: Tensor, layout: Tensor) -> tuple[Tensor, Ten
     return keys, pairs
 
 
-def pieces(
-    begin: Tensor,
-    end: Tensor,
-    k_runs: Tensor,
-    key_begin: Tensor | None,
-    key_end: Tensor | None,
-    positions: Tensor | None,
-    max_pieces: int,
-    max_stretches: int,
-) -> tuple[Tensor, Tensor]:
+def pieces(begin: Tensor, end: Tensor, k_runs: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     """Return int64 (P, 6), the numbers of a `Piece` each, and how many each row of the mask has, int64 (Bm,).
 
     As `find_pieces` in sequence/pieces.py, which makes objects of them: (0, 6) and (0,) where that returns None. k_runs
-    are in the order of rows.
+    are in the order of rows; given: key_begin, key_end and positions, or None, and the most pieces and stretches.
     """
-    found, counts = _ops.pieces(begin, end, k_runs, key_begin, key_end, positions, max_pieces, max_stretches)
+    found, counts = _ops.pieces(begin, end, k_runs, *given)
     return found, counts
 
 
