@@ -33,6 +33,10 @@ typedef struct rt_layout_place {
 rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_t num_ranks, int64_t seq_len,
                           rt_layout_place *places);
 
+// positions (local_len): the global position of each local token. RT_BAD_RUN also if a local token is in no run or in
+// two.
+rt_status rt_runs_positions(const rt_run *runs, int64_t num_runs, int64_t *positions, int64_t local_len);
+
 // ---- rows: packed, unpacked and added ----------------------------------------------------------
 
 // A tensor, and some of its rows in another one: a rank's tokens, or a part of a message. They differ only in the size

@@ -1,4 +1,4 @@
-// Layouts as lists of runs: the checks.
+// Layouts as lists of runs: the checks, and the positions that a list holds.
 #include "runs.h"
 #include "../arrays.h"
 
@@ -187,5 +187,20 @@ rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_
         }
         if (held != last - begin + 1 || !fill(runs, places + first, after - first, begin, held)) return RT_BAD_LAYOUT;
     }
+    return RT_OK;
+}
+
+rt_status rt_runs_positions(const rt_run *runs, int64_t num_runs, int64_t *positions, int64_t local_len) {
+    const rt_status status = rt_runs_check(runs, num_runs, local_len);
+    if (status != RT_OK) return status;
+    int64_t filled = 0;
+    for (int64_t r = 0; r < num_runs; r++) filled += runs[r].length;
+    if (filled != local_len) return RT_BAD_RUN;
+    if (local_len > 0 && !rt_points_to(positions, sizeof(*positions))) return RT_BAD_POINTER;
+    if (!rt_array_fits(1, &local_len, NULL, sizeof(*positions))) return RT_TOO_LARGE;
+
+    for (int64_t r = 0; r < num_runs; r++)
+        for (int64_t j = 0; j < runs[r].length; j++)
+            positions[runs[r].local_begin + j] = runs[r].global_begin + j * runs[r].stride;
     return RT_OK;
 }

@@ -148,6 +148,19 @@ static void test_layout_check_walks_dense_runs(void) {
     free(runs), free(places);
 }
 
+static void test_positions_fill_every_local_token(void) {
+    int64_t positions[5];
+    const rt_run runs[] = {{10, 3, 2, 3}, {4, 1, 0, 2}};
+    const int64_t want[] = {4, 5, 10, 13, 16};
+    CHECK_STATUS(rt_runs_positions(runs, 2, positions, 5), RT_OK);
+    for (int i = 0; i < 5; i++) CHECK_INT(positions[i], want[i]);
+    CHECK_STATUS(rt_runs_positions(runs, 1, positions, 5), RT_BAD_RUN);
+    const rt_run twice[] = {{0, 1, 0, 3}, {8, 1, 2, 2}};
+    CHECK_STATUS(rt_runs_positions(twice, 2, positions, 5), RT_BAD_RUN);
+    CHECK_STATUS(rt_runs_positions(runs, 2, NULL, 5), RT_BAD_POINTER);
+    CHECK_STATUS(rt_runs_positions(NULL, 0, NULL, 0), RT_OK);
+}
+
 // A random layout passes; with any one run moved by one position it is refused.
 static void test_random_layouts_check_and_break(void) {
     uint64_t state = 1;
@@ -434,6 +447,7 @@ int main(void) {
     test_status_messages_are_distinct();
     test_runs_check_refuses_each_malformed_run();
     test_runs_check_finds_every_shared_position();
+    test_positions_fill_every_local_token();
     test_layout_check_accepts_the_named_layouts();
     test_layout_check_refuses_runs_that_do_not_partition();
     test_layout_check_takes_time_for_runs();
