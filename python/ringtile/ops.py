@@ -169,13 +169,13 @@ def _call(kernel: str, op: str, name: str, x: Tensor | Sequence[Tensor], *given:
     InputError: x is on no device that ringtile knows; or a tensor is sparse, nested or mkldnn, for which torch has no
     kernel.
     """
-    first = x if isinstance(x, Tensor) else x[0]
+    first, *others = x if isinstance(x, (list, tuple)) and x else (x,)
     arguments.check_device(name, first)
     in_torch = _in_torch(kernel, first.device, first.dtype)
-    if first is not x:
-        for each in x[1:]:
-            if each.dtype != first.dtype:  # most have the same
-                in_torch = _in_torch(kernel, first.device, each.dtype) or in_torch
+    for each in others:
+        arguments.check_device(name, each)
+        if each.dtype != first.dtype:  # most have the same
+            in_torch = _in_torch(kernel, first.device, each.dtype) or in_torch
     try:
         return getattr(torch_ops if in_torch else _ops, op)(x, *given)
     except NotImplementedError:

@@ -313,6 +313,15 @@ def test_attention_op_refuses_a_scale_that_is_not_finite(scale: float) -> None:
         torch.ops.ringtile.attn_fwd_(*(arguments[name] for name in FORWARD), scale, 0.0)
 
 
+@pytest.mark.parametrize("x", [True, 2.5, [], [torch.ones(2, 3), 1]])
+def test_what_is_no_tensor_is_refused_by_name(x: object) -> None:
+    given = torch.ones(2, 3)
+    with pytest.raises(InputError, match=r"gate is a .*; expected a tensor"):
+        ops.glu_bwd_(x, given, given, 0)
+    with pytest.raises(InputError, match=r"x is a .*; expected a tensor"):
+        ops.rows_pack_(x, ops.runs_tensor([(0, 1, 0, 2)]), 0, [given])
+
+
 @pytest.mark.parametrize(
     ("layout", "seq_len", "message"),
     [
