@@ -23,7 +23,7 @@ import mutants_of_training
 from mutant import Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests"))
+sys.path += [str(ROOT), str(ROOT / "tests")]
 import parts  # noqa: E402
 import pool  # noqa: E402
 

@@ -1,6 +1,6 @@
 """`ringtile plan --model` against measured peaks: 56 trainings on CPU ranks, each in fresh processes. By hand:
 
-    python tests/campaigns/planner_memory.py [--json FILE] [--markdown FILE] [NAME ...]
+    PYTHONPATH=.:tests:tests/hf python tests/campaigns/planner_memory.py [--json FILE] [--markdown FILE] [NAME ...]
 
 A rank trains a tiny model of the same type under the same engine first, so that every library is loaded and started;
 its resident memory is then the baseline. What is compared is the peak of two or three steps of the real Trainer above

@@ -49,7 +49,7 @@ def start(seeds: list[int], timeout: float = 600.0) -> list[str]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
-        sys.path.insert(0, str(Path(__file__).parent.parent))
+        sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
         train(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
     starts, world = (int(x) for x in (*sys.argv[1:], *("30", "2")[len(sys.argv) - 1 :]))
     refused = 0

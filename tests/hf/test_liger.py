@@ -182,7 +182,7 @@ def test_ligers_own_kernels_are_exact_on_shards(tmp_path) -> None:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}")
     script = [str(Path(__file__).with_name("interpreted_liger.py")), str(tmp_path)]
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    paths = os.pathsep.join(str(Path(__file__).parents[up]) for up in (2, 0, 1))
     for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]):
         done = subprocess.run(
             [sys.executable, *launcher, *script],

@@ -282,6 +282,14 @@ def test_second_derivatives_and_transforms_are_refused(kind: str) -> None:
         torch.func.jvp(lambda x: public(kind, tensors | {name: x}, num_tokens=3), (first,), (first,))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_on_meta_give_the_shape(kind: str) -> None:
+    tensors = {name: x for name, x in tensors_of(kind, num_tokens=3).items() if name != "initial_state"}
+    out = public(kind, {name: x.to("meta") for name, x in tensors.items()}, num_tokens=3)
+    assert out.is_meta
+    assert out.shape == public(kind, tensors, num_tokens=3).shape
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "change", "message"),
     [

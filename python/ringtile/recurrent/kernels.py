@@ -116,7 +116,8 @@ def ssd(
     state = ops.state_dtype(x.dtype)
     dt = _as(state, dt)
     # Padding may hold anything, which autograd would multiply by its gradient of 0.
-    g = torch.where((seq_idx < 0)[..., None], 0, dt) * A.to(state)
+    is_padding = (seq_idx < 0)[..., None].to(dt.device)  # or on meta, as the tensors
+    g = torch.where(is_padding, 0, dt) * A.to(state)
     rows = [_unit_last_stride(x) for x in (C, B, x)]
     before = None if initial_state is None else _as(state, initial_state.mT)
     given = (*rows, g.contiguous(), None, dt, _as(state, D), seq_idx.contiguous(), before)

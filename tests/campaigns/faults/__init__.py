@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parents[2]
-sys.path += [str(TESTS), *map(str, TESTS.iterdir())]  # campaigns share the helpers of the tests
+sys.path += [str(TESTS.parent), str(TESTS), *map(str, TESTS.iterdir())]  # campaigns share the helpers of the tests
