@@ -68,7 +68,8 @@ class Trial:
 
     @classmethod
     def draw(cls, rng: random.Random, number: int) -> Trial:
-        scheme, store, program = SCHEMES[number % 6], STORES[number // 6 % 2], PROGRAMS[number // 12 % 2]
+        place = (number + number // len(PHASES)) % len(SCHEMES)  # each scheme with each phase, in turn
+        scheme, store, program = SCHEMES[place], STORES[number // 6 % 2], PROGRAMS[number // 12 % 2]
         even = [world for world in WORLDS if scheme in ("ring", "all_gather", "auto") or world[1] != 3]  # of 4 heads
         world_size, size = rng.choice(even)
         phase = PHASES[number % len(PHASES)]
