@@ -93,6 +93,9 @@ static rt_status open_workspace(const rt_plan_params *p, parts *x) {
 
 // ---- who attends which keys ----------------------------------------------------------------------
 
+// From one position of a run to the next: the stride of a single one may be any number, and a step past it overflow.
+static int64_t step_of(const rt_run *run) { return run->length > 1 ? run->stride : 0; }
+
 // below[g]: the number of key_rank's keys below global position g, for g = 0..S.
 static void count_below(const parts *x, int64_t key_rank) {
     const rt_plan_params *p = x->p;
@@ -117,7 +120,8 @@ static void count_one_side(const parts *x, int64_t query_rank, const int32_t *be
         const int32_t *begin = p->begin + b * seq_len, *end = p->end + b * seq_len;
         for (int64_t r = p->run_offsets[query_rank]; r < p->run_offsets[query_rank + 1]; r++) {
             const rt_run run = p->runs[r];
-            for (int64_t j = 0, i = run.global_begin; j < run.length; j++, i += run.stride) {
+            const int64_t stride = step_of(&run);
+            for (int64_t j = 0, i = run.global_begin; j < run.length; j++, i += stride) {
                 if (begin[i] >= end[i]) continue;
                 const int64_t first = clamp(begin[i], seq_len), last = clamp(end[i], seq_len);
                 attended[below == NULL ? first : below[first]]++;
@@ -189,11 +193,12 @@ static int64_t append_needed(const parts *x, int64_t key_rank, const int32_t *be
     int64_t pairs = 0, local = 0;
     for (int64_t r = 0; r < num_runs; r++) {
         const rt_run *run = run_at(runs, num_runs, local, r);
+        const int64_t stride = step_of(run);
         int64_t g = run->global_begin;
         for (const int64_t end = local + run->length; local < end;) {
             int64_t num_queries = x->attended[below == NULL ? g : below[g]];
             if (num_queries == 0) {
-                local++, g += run->stride;
+                local++, g += stride;
                 continue;
             }
             const bool continues = piece.length > 0 && piece.stride == run->stride &&
@@ -206,7 +211,7 @@ static int64_t append_needed(const parts *x, int64_t key_rank, const int32_t *be
             const int64_t first = local;
             do { // most keys continue their run
                 pairs += num_queries;
-                local++, g += run->stride;
+                local++, g += stride;
                 num_queries = local < end ? x->attended[below == NULL ? g : below[g]] : 0;
             } while (num_queries > 0);
             piece.length += local - first, keys->num_keys += local - first;

@@ -251,6 +251,30 @@ static void test_causal_zigzag_over_two_ranks(void) {
     free(p.workspace);
 }
 
+// The stride of a single token is any number: a step past it would overflow.
+static void test_a_single_token_has_any_stride(void) {
+    const rt_run runs[] = {{0, INT64_MAX, 0, 1}, {1, INT64_MAX, 0, 1}};
+    const int64_t run_offsets[] = {0, 1, 2};
+    const int32_t begin[2] = {0, 0}, end[2] = {2, 2};
+    rt_plan_params p = {.num_ranks = 2,
+                        .seq_len = 2,
+                        .mask_batch = 1,
+                        .runs = runs,
+                        .run_offsets = run_offsets,
+                        .begin = begin,
+                        .end = end};
+    give_workspace(&p);
+    int64_t keys[4], pairs[4];
+    CHECK_STATUS(rt_plan_counts(&p, keys, pairs), RT_OK);
+    rt_round rounds[2];
+    rt_transfer incoming[2], outgoing[2];
+    rt_run needed[8];
+    rt_rank_plan plan = {.rounds = rounds, .incoming = incoming, .outgoing = outgoing, .runs = needed, .capacity = 8};
+    CHECK_STATUS(rt_plan_rank(&p, 1, false, &plan), RT_OK);
+    CHECK(rounds[1].num_keys == 1 && incoming[1].rank == 0 && pairs[1] == 1);
+    free(p.workspace);
+}
+
 static void test_plan_refuses_malformed_params(void) {
     const rt_run layout_runs[] = {{0, 1, 0, 4}, {4, 1, 0, 4}};
     const int32_t begin[8] = {0}, end[8] = {8};
@@ -451,6 +475,7 @@ static void test_meetings_refuse_malformed_params(void) {
 int main(void) {
     test_random_plans_equal_the_oracle();
     test_causal_zigzag_over_two_ranks();
+    test_a_single_token_has_any_stride();
     test_plan_refuses_malformed_params();
     test_digest_sees_every_change();
     test_meetings_are_counted_pair_by_pair();
