@@ -222,18 +222,10 @@ static int64_t append_needed(const parts *x, int64_t key_rank, const int32_t *be
     return pairs;
 }
 
-// The runs that append_needed found become those of rows: of the owner's k, and of the message. Returns whether these
-// are the same.
-static bool to_rows(rt_run *runs, const rt_transfer *keys) {
-    bool same = true;
-    int64_t row = 0;
-    for (int64_t r = 0; r < keys->num_runs; r++) {
-        rt_run *const run = &runs[keys->first_run + r];
-        same &= run->local_begin == row;
-        *run = (rt_run){run->local_begin, 1, row, run->length};
-        row += run->length;
-    }
-    return same;
+// The runs that append_needed found become those of rows of the owner's k.
+static void to_rows(rt_run *runs, const rt_transfer *keys) {
+    for (rt_run *run = runs + keys->first_run; run < runs + keys->first_run + keys->num_runs; run++)
+        run->global_begin = run->local_begin, run->stride = 1;
 }
 
 // From the runs that append_needed found of one owner or all: `block`, the runs of the round, in the order of positions
@@ -254,7 +246,7 @@ static void lay_block(rt_run *found, int64_t num_runs, rt_run *block, int32_t *t
     }
 }
 
-// Returns whether the rows of the block are those of the message, which are written here.
+// Returns whether the rows of the block, or of k, are those of the message, which are written here.
 static bool count_rows(rt_run *runs, const rt_transfer *keys) {
     bool same = true;
     int64_t row = 0;
@@ -323,7 +315,8 @@ rt_status rt_plan_rank(const rt_plan_params *p, int64_t rank, bool at_once, rt_r
     for (int64_t i = 0; i < W; i++) {
         rt_transfer *const in = &plan->incoming[i], *const out = &plan->outgoing[i];
         if (plan->rounds[at_once ? 0 : i].in_place) in->num_keys = in->num_runs = out->num_keys = out->num_runs = 0;
-        in->is_head = count_rows(list.runs, in), out->is_head = to_rows(list.runs, out);
+        to_rows(list.runs, out);
+        in->is_head = count_rows(list.runs, in), out->is_head = count_rows(list.runs, out);
     }
     return RT_OK;
 }
