@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from ringtile import arguments, derivatives, self_test, torch_ops
 from ringtile.errors import BuildError
 from ringtile.self_test import kernels
 from ringtile.self_test.child_process import Question
+from ringtile.torch_ops import Tensors
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -41,7 +42,6 @@ except ImportError as error:
     ) from error
 
 _ops = torch.ops.ringtile
-Tensors: TypeAlias = "Sequence[Tensor]"
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM: int = _C.MAX_HEAD_DIM
 MAX_CONV_WIDTH: int = _C.MAX_CONV_WIDTH
@@ -272,7 +272,7 @@ def runs_tensor(runs: Sequence[Sequence[int]]) -> Tensor:
     return torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4)
 
 
-def rows_pack_(xs: Sequence[Tensor], runs: Tensor, dim: int, ys: Sequence[Tensor], table: Tensor | None = None) -> None:
+def rows_pack_(xs: Tensors, runs: Tensor, dim: int, ys: Tensors, table: Tensor | None = None) -> None:
     """y[local_begin + j] = x[global_begin + j * stride] along dim, for every run, x and its y; any dtypes and strides.
 
     At most 32 tensors, each with another y of its dtype. table: runs on the device of CUDA tensors, for a single launch
@@ -286,7 +286,7 @@ def rows_unpack_(xs: Tensors, runs: Tensor, dim: int, ys: Tensors, table: Tensor
     _call("rows", "rows_unpack_", "x", xs, runs, dim, ys, table)
 
 
-def rows_add_(xs: Sequence[Tensor], runs: Tensor, dim: int, ys: Sequence[Tensor], table: Tensor | None = None) -> None:
+def rows_add_(xs: Tensors, runs: Tensor, dim: int, ys: Tensors, table: Tensor | None = None) -> None:
     """x[global_begin + j * stride] += y[local_begin + j], as of `rows_pack_`; all of float32, or of float64."""
     _call("rows", "rows_add_", "x", xs, runs, dim, ys, table)
 

@@ -77,7 +77,7 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def rows_pack_(xs: Sequence[Tensor], runs: Tensor, dim: int, ys: Sequence[Tensor], table: Tensor | None = None) -> None:
+def rows_pack_(xs: Tensors, runs: Tensor, dim: int, ys: Tensors, table: Tensor | None = None) -> None:
     for of_x, of_y in _of_runs("rows_pack_", xs, ys, runs, dim, ys):
         of_y.copy_(of_x)
 
@@ -89,7 +89,7 @@ def rows_unpack_(xs: Tensors, runs: Tensor, dim: int, ys: Tensors, table: Tensor
 
 
 @torch.no_grad()
-def rows_add_(xs: Sequence[Tensor], runs: Tensor, dim: int, ys: Sequence[Tensor], table: Tensor | None = None) -> None:
+def rows_add_(xs: Tensors, runs: Tensor, dim: int, ys: Tensors, table: Tensor | None = None) -> None:
     known = all(x.dtype in (torch.float32, torch.float64) for x in xs)
     _require(known, f"rows_add_: dtypes {[x.dtype for x in xs]}; expected float32 or float64")
     for of_x, of_y in _of_runs("rows_add_", xs, ys, runs, dim, xs):
@@ -112,9 +112,11 @@ def _of_runs(
         # The core checks the runs, against tensors that hold nothing.
         nothing = [torch.empty(x.size(dim), 0, device="cpu") for x in (whole, local)]
         torch.ops.ringtile.rows_pack_(nothing[:1], runs, 0, nothing[1:])
-        if type(runs) is not Tensor:  # a fake one, as is what is copied
-            continue
-        for begin, stride, local_begin, length in runs.tolist():
+    if type(runs) is not Tensor:  # a fake one, as is what is copied
+        return
+    spans = runs.tolist()
+    for whole, local in zip(xs, ys, strict=True):
+        for begin, stride, local_begin, length in spans:
             tokens = whole.narrow(dim, begin, (length - 1) * stride + 1)
             every = tokens[(slice(None),) * dim + (slice(None, None, stride),)]
             yield every, local.narrow(dim, local_begin, length)

@@ -192,3 +192,10 @@ def test_attention_that_only_a_missing_kernel_computes_is_refused(options: dict[
     ):
         ring_attention(q, k, v, mask=IntervalMask.documents([21, 27]), layout=Layout.contiguous(48, 1), **options)
     assert str(refused.value).endswith(message)
+
+
+def test_rows_of_tensors_that_do_not_fit_write_nothing() -> None:
+    runs, ys = ops.runs_tensor([(0, 1, 0, 2)]), [torch.zeros(2, 3), torch.zeros(2, 4)]
+    with pytest.raises(RuntimeError, match="local tensor"):
+        torch_ops.rows_pack_([torch.ones(2, 3)] * 2, runs, 0, ys)
+    assert not ys[0].any()
