@@ -200,11 +200,8 @@ class Keys:
 
     def message(self, num_keys: int, dtype: torch.dtype) -> Message:
         """Make room for keys and values of n tokens, or their gradients: k (B, n, G, D), then v (B, n, G, Dv)."""
-        (batch, _, heads, dim), v_dim = self.k.shape, self.v.shape[3]  # a shape costs what one size does
-        if dim == v_dim:  # two calls of torch, and not five, in each round
-            flat = self.k.new_empty((2, batch, num_keys, heads, dim), dtype=dtype)
-            return Message(flat, flat.unbind())
-        return Message.empty(self.k, [((batch, num_keys, heads, each), dtype) for each in (dim, v_dim)])
+        batch, _, heads, k_dim = self.k.shape  # a shape costs what one size does
+        return Message.empty(self.k, [((batch, num_keys, heads, dim), dtype) for dim in (k_dim, self.v.shape[3])])
 
     def _packed(self, round: Round, tensors: Sequence[Tensor], transfer: Transfer) -> Message:
         """Copy the rows of a transfer out of tensors like k and v."""

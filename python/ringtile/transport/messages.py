@@ -29,6 +29,10 @@ class Message(NamedTuple):
     @classmethod
     def empty(cls, like: Tensor, tensors: Sequence[Kind]) -> Message:
         """Make uninitialized tensors, on the device of like."""
+        if tensors and all(kind == tensors[0] for kind in tensors[1:]):  # two calls of torch, and not five
+            shape, dtype = tensors[0]
+            flat = like.new_empty((len(tensors), *shape), dtype=dtype)
+            return cls(flat, flat.unbind())
         order = sorted(range(len(tensors)), key=lambda i: -tensors[i][1].itemsize)  # so that each is aligned
         sizes = [math.prod(tensors[i][0]) * tensors[i][1].itemsize for i in order]
         flat = like.new_empty(sum(sizes), dtype=torch.uint8)
