@@ -1,9 +1,10 @@
-"""What the ring over NCCL rests on, on CPUs: headers beside the group, batches of messages, one order of batches."""
+"""What the ring over NCCL rests on, on CPUs: headers in the store, batches of messages, one order of batches."""
 
 from __future__ import annotations
 
 import datetime
 import queue
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +16,17 @@ import torch
 import torch.distributed as dist
 from attention_calls import MASKS, forward_and_backward, layout_of, problem, run_ring
 from pool import run_ranks
-from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RingMismatchError, ShardedSequence, ring_attention
-from ringtile.transport import groups, process_group
-from ringtile.transport.agreement import HELLO_TAG
+from ringtile import (
+    InputError,
+    IntervalMask,
+    Layout,
+    LoopbackWorld,
+    PeerLostError,
+    RingMismatchError,
+    ShardedSequence,
+    ring_attention,
+)
+from ringtile.transport import groups, process_group, sockets
 from ringtile.transport.groups import transport_of
 from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
 from ringtile.transport.process_group import ProcessGroupTransport
@@ -26,15 +35,16 @@ from test_transport import pass_on
 
 Tensors = Mapping[int, torch.Tensor]
 
-# ---- headers beside the group, messages in batches -----------------------------------------------
+# ---- headers in the store, messages in batches -----------------------------------------------
 
 
 class AsOverNccl(ProcessGroupTransport):
     """Sends payloads as CUDA tensors are sent."""
 
+    def check_device(self, device: torch.device) -> None:
+        pass
+
     def _post(self, sends: Tensors, receives: Tensors, tag: int, what: str) -> Exchange:
-        if tag == HELLO_TAG:
-            return super()._post(sends, receives, tag, what)
         return self._post_batch(sends, receives, what)
 
     def _host_runs_ahead(self, device: torch.device) -> bool:
@@ -49,23 +59,25 @@ def as_over_nccl(group: dist.ProcessGroup) -> ProcessGroupTransport:
 
 
 def ring_as_over_nccl(case: tuple[str, str]) -> tuple[bool, bool]:
+    """It opens no socket, and makes no group."""
     mask, layout_name = case
-    timeout = datetime.timedelta(seconds=31)
     dist.new_group([0])  # rank 0 is in one group more than the others
-    plain, group = dist.group.WORLD, dist.new_group(timeout=timeout)
+    plain, group = dist.group.WORLD, dist.new_group()
     assert plain is not None and group is not None  # noqa: PT018
-    transport = as_over_nccl(group)
     p, layout = problem(), layout_of(layout_name, MASKS[mask], dist.get_world_size())
-    one, other = (forward_and_backward(p, ShardedSequence(MASKS[mask], layout, of)) for of in (group, plain))
-    beside = transport._beside
-    assert beside is not None and beside._get_backend(torch.device("cpu")).options._timeout == timeout  # noqa: PT018
-    assert beside.size() == group.size() and beside.rank() == group.rank()  # noqa: PT018
+    as_over_nccl(group)
+    other = forward_and_backward(p, ShardedSequence(MASKS[mask], layout, plain))
+    groups_before = len(dist.distributed_c10d._world.pg_map)
+    opened = AssertionError("a group of NCCL alone opens nothing")
+    with patch.object(sockets, "connect", side_effect=opened), patch.object(dist, "ProcessGroupGloo", None):
+        one = forward_and_backward(p, ShardedSequence(MASKS[mask], layout, group))
+    assert len(dist.distributed_c10d._world.pg_map) == groups_before
     same = all(torch.equal(x, y) for x, y in zip(one[0], other[0], strict=True))
     return same, one[1:] == other[1:]
 
 
 @pytest.mark.parametrize("case", [("documents", "zigzag"), ("window", "contiguous"), ("full", "striped")])
-def test_ring_with_headers_beside_and_batches_is_the_same(case: tuple[str, str]) -> None:
+def test_ring_with_headers_in_the_store_and_batches_is_the_same(case: tuple[str, str]) -> None:
     assert run_ranks(4, ring_as_over_nccl, case) == [(True, True)] * 4
 
 
@@ -88,7 +100,7 @@ def groups_in_another_order() -> list[bool]:
 
 @pytest.mark.timeout(60)
 def test_making_sequences_over_groups_in_another_order_waits_for_no_rank() -> None:
-    """Making one sends nothing, over NCCL either: a gloo group beside it is made by its first call."""
+    """Making one sends nothing, over NCCL either."""
     assert run_ranks(2, groups_in_another_order) == [[True, True]] * 2
 
 
@@ -139,6 +151,40 @@ def test_disagreement_that_a_host_ran_past_is_named_by_a_later_call() -> None:
         mine, theirs = ("one", "other") if rank == 0 else ("other", "one")
         expected = f"ranks disagree on op in call 3 ({mine}): rank {rank} has {mine}, rank {1 - rank} has {theirs}"
         assert all(message.startswith(expected) for message in messages)
+
+
+def refused_over_nccl_alone() -> list[str]:
+    """What rank 0 raises where rank 1 fails: a loss without a connection; then what both raise for a CPU tensor."""
+    first, second = dist.new_group(), dist.new_group()
+    assert first is not None and second is not None  # noqa: PT018
+    transport, said = as_over_nccl(first), []
+    with transport.agree("test", {}):
+        pass
+
+    def call_until_told() -> None:
+        while True:
+            with transport.agree("test", {}):
+                if dist.get_rank() == 1:
+                    raise ValueError("of rank 1")
+            time.sleep(0.01)
+
+    with pytest.raises((ValueError, PeerLostError)) as caught:
+        call_until_told()
+    said.append(str(caught.value))
+    with patch.object(process_group, "backend_name", lambda group, device_type: None):
+        plain = ProcessGroupTransport(second)
+    with pytest.raises(InputError) as refused, plain.agree("test", {}, "cpu"):
+        pass
+    return [*said, str(refused.value)]
+
+
+def test_over_nccl_alone_a_failure_is_told_and_tensors_on_the_cpu_are_refused() -> None:
+    (told, no_cpu), (own, also) = run_ranks(2, refused_over_nccl_alone)
+    assert own == "of rank 1"
+    assert told.startswith("rank 1 was lost in the header of call ")
+    assert "of rank 0: ValueError: of rank 1; see rank 1's log" in told
+    assert no_cpu.startswith("the tensors are on cpu but the group's backend for cpu is None; expected gloo: ")
+    assert also == no_cpu
 
 
 def refuses_cuda() -> str:

@@ -220,7 +220,7 @@ def _batch(batch: list[dist.P2POp]) -> list[Any]:
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
     """For what only a CUDA build of torch has. gloo carries what NCCL would, in the order in which it is asked for."""
-    found, run_backward = process_group.backend_name, torch.autograd._engine_run_backward
+    run_backward = torch.autograd._engine_run_backward
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         with _Devices():  # which torch leaves out inside of a function that has met it
@@ -235,7 +235,7 @@ def _stand_ins() -> Iterator[None]:
         mock.patch.object(torch.cuda, "set_rng_state"),
         mock.patch.object(ops, "why_not_on", return_value=""),
         mock.patch.object(self_test, "why_not", return_value=""),  # kernels of a GPU, which is not there
-        mock.patch.object(process_group, "backend_name", lambda g, d: "nccl" if d == "cuda" else found(g, d)),
+        mock.patch.object(process_group, "backend_name", lambda g, d: "nccl" if d == "cuda" else None),
         mock.patch.object(dist, "batch_isend_irecv", _batch),
         mock.patch("ringtile.attn.attention.is_plain", return_value=True),  # as without a mode that looks on
         mock.patch("ringtile.tiled.glu.Tensor", OnGpu),  # the type of a weight on a GPU

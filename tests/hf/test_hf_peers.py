@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import datetime
 import gc
-import os
-import signal
 import time
 import weakref
 from types import SimpleNamespace
@@ -16,16 +14,16 @@ import torch.distributed as dist
 from faults.counts import Counts
 from faults.training_kills import PHASES, Trial, run
 from hf_training import make_trainer
-from pool import Pool, run_command, run_ranks
+from pool import Pool, run_ranks
 from ringtile import PeerLostError, RingMismatchError, enable, restore
 from ringtile.hf import peers as hf_peers
+from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.patches import Patches
 from ringtile.hf.peers import Peers, of_a_collective
 from ringtile.transport import groups
 from ringtile.transport.process_group import ProcessGroupTransport
-from test_cli_train import TRAINING, write_config
 from torch.distributed import distributed_c10d
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 KILL = Trial(world_size=3, context_parallel_size=3, phase="reduction", stops=False, victim=1, step=1, delay=0.0)
 KILLS = [
@@ -47,25 +45,9 @@ def test_lost_rank_is_named_by_all_others(trial):
     assert counts.named == 1, counts.notes
 
 
-def _rank_1_dies_while_saving():
-    def save(self, *args):
-        if self.args.process_index == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        original(self, *args)
-
-    original, Trainer._save_checkpoint = Trainer._save_checkpoint, save
-
-
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_train_says_who_was_lost(size, tmp_path):
-    """Without context parallelism too."""
-    training = {**TRAINING, "save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "out")}
-    config = write_config(tmp_path, context_parallel_size=size, training=training)
-    variables = {"HF_DATASETS_CACHE": str(tmp_path / "datasets")}
-    done = run_command(2, "train", str(config), prepare=_rank_1_dies_while_saving, cwd=tmp_path, variables=variables)
-    assert done.returncode in (2, -signal.SIGKILL)  # of the rank that ended first
-    assert "ringtile: error: rank 0: rank 1 was lost in train() of rank 0: it has closed the connection" in done.stderr
-    assert "Traceback" not in done.stderr
+def peers_of_all(seconds=10.0):
+    """Of ranks that all share a sequence."""
+    return Peers(ContextParallelGroup(dist.get_world_size(), seconds, torch.device("cpu")))
 
 
 class _Engine:
@@ -94,7 +76,7 @@ def test_errors_of_gloo_are_told_from_others(said, of_gloo):
 
 def _errors_of_others():
     """What an engine's own errors become, while all ranks are there."""
-    patches, engine, peers, said = Patches(), _Engine(), Peers(10.0), []
+    patches, engine, peers, said = Patches(), _Engine(), peers_of_all(), []
     for name in ("of_its_own", "no_rank_is_lost"):
         peers.wrap(engine, name, patches)
         with pytest.raises(RuntimeError) as raised:
@@ -115,7 +97,7 @@ def test_other_errors_stay_what_they_are():
 
 def _one_rank_saves(fails):
     """Whom each rank names: rank 0 calls save_model() alone, then rank 2 fails in train()."""
-    peers, rank = Peers(10.0), dist.get_rank()
+    peers, rank = peers_of_all(), dist.get_rank()
     if rank == 0:
         with contextlib.suppress(OSError), peers.named("save_model"):
             if fails:
@@ -137,10 +119,10 @@ def test_save_model_on_one_rank_alone_leaves_the_others_names_right(fails):
     assert said[2] == "of rank 2"
 
 
-def _one_rank_stays(goes_on):
-    """What each rank does where rank 1 raises in train(), and then neither ends nor, maybe, trains again."""
+def _one_rank_stays():
+    """What each rank does where rank 1 raises in train(), and does not end."""
     hf_peers._LEAVE_SECONDS = 0.5
-    peers, rank, store = Peers(10.0), dist.get_rank(), distributed_c10d._get_default_store()
+    peers, rank, store = peers_of_all(), dist.get_rank(), distributed_c10d._get_default_store()
     try:
         with peers.named("train"):
             if rank == 1:
@@ -151,50 +133,66 @@ def _one_rank_stays(goes_on):
         store.set("rank 0 has ended", "")
         return str(error)
     except ValueError:
-        if not goes_on:
-            store.wait(["rank 0 has ended"], datetime.timedelta(seconds=20))
-            return "stayed"
-        with peers.named("train"):
-            time.sleep(1.5)
-            dist.barrier()
-            return "trained"
+        store.wait(["rank 0 has ended"], datetime.timedelta(seconds=20))
+        return "stayed"
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_no_rank_waits_for_one_that_has_raised_and_stays(goes_on):
+def test_no_rank_waits_for_one_that_has_raised_and_stays():
     pool = Pool(2)
     try:
-        said = pool.run(_one_rank_stays, goes_on)
+        said = pool.run(_one_rank_stays)
     finally:
         pool.close()
-    lost = "rank 1 was lost in train() of rank 0: ValueError: of rank 1; see rank 1's log for the cause"
-    assert said == (["trained", "trained"] if goes_on else [lost, "stayed"])
+    assert said == [
+        "rank 1 was lost in train() of rank 0: ValueError: of rank 1; see rank 1's log for the cause",
+        "stayed",
+    ]
 
 
-def _some_ranks_raise(ranks):
-    """Whether all can go on, where no other one waits for these in train()."""
+def _all_ranks_raise(another_trainer):
+    """Whether all can go on."""
     hf_peers._LEAVE_SECONDS = 0.5
-    peers = Peers(10.0)
-    if dist.get_rank() in ranks:
-        with contextlib.suppress(ValueError), peers.named("train"):
-            raise ValueError("of these ranks")
-    time.sleep(1.5)
-    dist.barrier()
+    peers = peers_of_all()
+    with contextlib.suppress(ValueError), peers.named("train"):
+        raise ValueError("of all ranks")
+    if another_trainer:
+        peers = peers_of_all()
+    with peers.named("train"):
+        time.sleep(1.5 * dist.get_rank())
+        dist.barrier()
     return True
 
 
-@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
-def test_ranks_that_have_raised_where_none_waits_can_go_on(ranks):
+@pytest.mark.parametrize("another_trainer", [False, True])
+def test_ranks_that_have_all_raised_can_go_on(another_trainer):
     pool = Pool(2)
     try:
-        assert pool.run(_some_ranks_raise, ranks) == [True, True]
+        assert pool.run(_all_ranks_raise, another_trainer) == [True, True]
     finally:
         pool.close()
+
+
+def _two_groups():
+    """Whom each of four ranks names: rank 3 raises, of which only rank 2 hears from it."""
+    peers = Peers(ContextParallelGroup(2, 10.0, torch.device("cpu")))
+    with pytest.raises((ValueError, PeerLostError)) as raised, peers.named("train"):
+        raise ValueError("of rank 3") if dist.get_rank() == 3 else RuntimeError("[gloo/transport/tcp/pair.cc:1] closed")
+    return str(raised.value)
+
+
+def test_ranks_of_another_sequence_hear_whom_it_has_lost():
+    pool = Pool(4)
+    try:
+        said = pool.run(_two_groups)
+    finally:
+        pool.close()
+    for rank in range(3):
+        assert said[rank].startswith(f"rank 3 was lost in train() of rank {rank}: ValueError: of rank 3"), said
 
 
 def _failures_in_turn():
     """Whom each rank names in a second training, after one in which all have failed because of another rank."""
-    peers, rank, said = Peers(10.0), dist.get_rank(), []
+    peers, rank, said = peers_of_all(), dist.get_rank(), []
     for lost in (1, 2):
         with pytest.raises((ValueError, PeerLostError)) as raised, peers.named("train"):
             raise ValueError("it") if rank == lost else RuntimeError("[gloo/transport/tcp/pair.cc:1] closed")
@@ -251,7 +249,7 @@ def test_a_rank_that_does_not_come_is_named_after_timeout_seconds(name):
         said = pool.run(_one_rank_does_not_come, name)[0]
     finally:
         pool.close()
-    assert said.startswith("rank 1 was lost in the first call of rank 0: ")
+    assert said.startswith(f"rank 1 was lost in the header of call 1 ({name}() of the Trainer) of rank 0: nothing came")
 
 
 class _OfADevice(ProcessGroupTransport):
@@ -273,8 +271,8 @@ def _steps_on_a_device():
     """What rank 0's second step returns before rank 1 has come to it."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))
     groups._transports[group] = _OfADevice(group)
-    peers, patches, steps, store = Peers(10.0), Patches(), _Steps(), distributed_c10d._get_default_store()
-    peers._group = SimpleNamespace(size=2, process_group=group, device=torch.device("meta"))
+    patches, steps, store = Patches(), _Steps(), distributed_c10d._get_default_store()
+    peers = Peers(SimpleNamespace(size=2, process_group=group, device=torch.device("meta")))
     peers.meet_before(steps, "step", patches)
     said = [steps.step()]
     if dist.get_rank() == 1:

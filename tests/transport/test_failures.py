@@ -6,15 +6,16 @@ import concurrent.futures
 import heapq
 import itertools
 import random
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
 import pytest
+import torch.distributed as dist
 from ringtile.transport import sockets
 from ringtile.transport.agreement import PeerGoneError
 from ringtile.transport.failures import MAX_NEIGHBOURS, Loss, SocketFailureDetector, neighbours
+from ringtile.transport.store import Meeting
 
 W = 1024
 HOP_SECONDS = 0.05  # at most, from one rank's thread to another's: a busy host
@@ -175,20 +176,11 @@ def test_a_period_in_which_all_ranks_failed_and_went_on_counts_no_more() -> None
 
 
 def connected(world_size: int) -> tuple[list[SocketFailureDetector], list[sockets.SocketChannel]]:
-    hellos: dict[int, bytes] = {}
-    met = threading.Barrier(world_size)
+    store = dist.HashStore()
 
     def join(rank: int) -> sockets.SocketChannel:
-        peers = neighbours(rank, world_size)
-
-        def exchange(hello: bytes) -> dict[int, bytes]:
-            hellos[rank] = hello
-            met.wait()
-            found = {peer: hellos[peer] for peer in peers}
-            met.wait()
-            return found
-
-        return sockets.connect(rank, [peers], 20.0, exchange)[0]
+        meeting = Meeting(store, rank, world_size, 20.0)
+        return sockets.SocketChannel(*sockets.connect(meeting, [neighbours(rank, world_size)]), 20.0)
 
     with concurrent.futures.ThreadPoolExecutor(world_size) as threads:
         channels = list(threads.map(join, range(world_size)))

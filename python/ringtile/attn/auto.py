@@ -19,7 +19,6 @@ from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.hosts import hosts_of
 
 
 def resolved(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
@@ -36,7 +35,7 @@ def scheme_of(sequence: ShardedSequence, shape: Shape) -> str:
         return sequence.scheme
     if sequence.world_size == 1:
         return "ring"
-    hosts = hosts_of(sequence.transport)
+    hosts = sequence.transport.find_hosts()
     if sequence.scheme == "usp":
         return usp_of_hosts(hosts)
     if shape not in sequence.schemes:
@@ -45,7 +44,7 @@ def scheme_of(sequence: ShardedSequence, shape: Shape) -> str:
 
 
 def candidates(hosts: tuple[int, ...]) -> list[str]:
-    """Return what `auto` chooses from. hosts: by rank, as in `hosts_of`. all_gather receives what the ring does."""
+    """Return what `auto` chooses from. hosts: by rank, as in `Transport`. all_gather receives what the ring does."""
     of_hosts = usp_of_hosts(hosts)
     names = ["ring", "ulysses"]
     return names if of_hosts in ("usp:1", f"usp:{len(hosts)}") else [*names, of_hosts]
@@ -61,7 +60,7 @@ def usp_of_hosts(hosts: tuple[int, ...]) -> str:
 
 
 def cheapest(mask: IntervalMask, layout: Layout, shape: Shape, hosts: tuple[int, ...]) -> str:
-    """Return what `auto` is. hosts: by rank, as in `hosts_of`."""
+    """Return what `auto` is. hosts: by rank, as in `Transport`."""
     host = torch.tensor(hosts, device="cpu")
     is_slow = host[:, None] != host if len({*hosts}) > 1 else torch.ones(len(hosts), len(hosts), dtype=torch.bool)
 

@@ -1,9 +1,9 @@
-"""Who of all ranks is lost, when a collective of the engine, of accelerate or of torch fails.
+"""Who of all ranks is lost, when a collective of the engine, of accelerate or of torch fails in a sharded training.
 
-gloo's own error says that a connection was closed, on the rank that noticed, and names no rank. The ranks of a training
-are therefore connected once more, each to a few others, by sockets that carry nothing while all is well
-(transport/failures.py): the connection of a rank that has died shows it at once, a rank that fails says why, and every
-rank hears of it. A rank that is stopped says nothing.
+gloo's own error says that a connection was closed, on the rank that noticed, and names no rank. The world's transport
+has connections that carry nothing while all is well (transport/failures.py): that of a rank that has died shows it at
+once, a rank that fails says why, and every rank hears of it. A rank that is stopped says nothing. A world of NCCL alone
+has no connections: its watchdog ends a process whose collective fails.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from torch.distributed import distributed_c10d
 from ringtile.errors import PeerLostError, with_kind
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.patches import Patches
-from ringtile.transport import failures, sockets
-from ringtile.transport.agreement import PeerGoneError
-from ringtile.transport.failures import Loss
+from ringtile.transport.failures import FailureDetector, Loss
 from ringtile.transport.groups import transport_of
 from ringtile.transport.transport import Transport, reason_of
 
@@ -33,30 +31,22 @@ _LEAVE_SECONDS = 5.0  # after which a rank that has raised, and is still there, 
 
 
 class Peers:
-    """This rank's connections to some of the other ranks, by which each hears of the loss of any. A collective.
+    """This rank's part in naming a lost one. A collective of the world.
 
-    group: of the ranks that share a sequence, which call train(), evaluate() and predict() together; None: no ranks do.
+    group: the ranks that share a sequence, two or more, which call train(), evaluate() and predict() together.
     """
 
-    def __init__(self, timeout_seconds: float, group: ContextParallelGroup | None = None) -> None:
-        self.rank, world_size = dist.get_rank(), dist.get_world_size()
+    def __init__(self, group: ContextParallelGroup) -> None:
+        self.rank = dist.get_rank()
         self._group = group
         self._failure: PeerLostError | None = None
         self._depth = 0  # of `named`: how deep this rank is in it
         self._failed = False  # whether the other ranks have heard that this one has, since `named` last began
         self._leaving = threading.Timer(0.0, lambda: None)  # once this rank has raised
-        neighbours = failures.neighbours(self.rank, world_size)
-
-        def exchange(hello: bytes) -> dict[int, bytes]:
-            hellos: list[Any] = [None] * world_size
-            dist.all_gather_object(hellos, hello)
-            return {peer: each for peer, each in enumerate(hellos) if peer != self.rank}
-
-        try:
-            (channel,) = sockets.connect(self.rank, [neighbours], timeout_seconds, exchange)
-        except PeerGoneError as gone:
-            raise _lost(gone.peer, f"enable() of rank {self.rank}", gone.reason) from None
-        self._detector = failures.SocketFailureDetector(self.rank, world_size, channel)
+        world = transport_of(distributed_c10d._get_default_group())
+        with world.agree("enable()", {}):  # connects the ranks
+            self._detector = world.detector or FailureDetector(self.rank, 1, ())
+        self._detector.period += 1  # what was said under another Trainer counts no more
         me = weakref.ref(self)
 
         def hear_left() -> None:
@@ -64,8 +54,6 @@ class Peers:
                 peers._stop_waiting()
 
         self._detector.hear_left = hear_left
-        self._detector.listen()
-        self.close = weakref.finalize(self, self._detector.close)
 
     def wrap(self, owner: Any, name: str, patches: Patches) -> None:
         """Makes a method raise PeerLostError where a collective inside it fails because a rank was lost."""
@@ -111,7 +99,12 @@ class Peers:
     def _leave_later(self, error: Exception) -> None:
         """Those that wait for this rank would do so until it ends, which may take long: what the program does with the
         error is its own. They hear that they wait in vain, unless it begins again in time."""
-        leave = functools.partial(self._detector.fail, with_kind(error), self.rank, left=True)
+        period = self._detector.period
+
+        def leave() -> None:
+            if self._detector.period == period:
+                self._detector.fail(with_kind(error), self.rank, left=True)
+
         self._leaving = threading.Timer(_LEAVE_SECONDS, leave)
         self._leaving.daemon = True
         self._leaving.start()
@@ -143,24 +136,23 @@ class Peers:
         """Makes a method, which all ranks call for each step, wait for those that share a sequence first."""
 
         def method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self._group is not None:  # the host of a GPU runs ahead here too, and a later call finds a difference
-                self._meet("the next step of the Trainer", self._group.device)
+            # The host of a GPU runs ahead here too, and a later call finds a difference.
+            self._meet("the next step of the Trainer", self._group.device)
             return original(*args, **kwargs)
 
         patches.wrap(owner, name, method)
 
-    def _meet(self, what: str, device: torch.device | str = "cpu") -> None:
+    def _meet(self, what: str, device: torch.device | None = None) -> None:
         """Waits for the ranks that share a sequence, for timeout_seconds: without it, one that has stopped or called
         something else would be waited for in the engine's next collective, for its own timeout. device: see `agree`."""
-        if self._group is not None and self._group.size > 1:
-            with transport_of(self._group.process_group).agree(what, {}, device):
-                pass
+        with transport_of(self._group.process_group).agree(what, {}, device):
+            pass
 
     def _lost(self, error: PeerLostError) -> Loss | None:
         """Whom the ring has named, by its rank in the world."""
         if error.rank is None:
             return None
-        return Loss(error.rank if self._group is None else self._group.world_rank(error.rank), str(error))
+        return Loss(self._group.world_rank(error.rank), str(error))
 
     def leave(self, error: Exception) -> None:
         """Tells the others that this rank fails, and why, and ends its messages."""
@@ -173,7 +165,7 @@ class Peers:
 
     def _hang_up(self) -> None:
         if (world := _transport_on_cpu(distributed_c10d._get_default_group())) is not None:
-            world.hang_up()
+            world.stop_waiting()
 
 
 def _lost(rank: int, where: str, reason: str) -> PeerLostError:

@@ -46,7 +46,7 @@ from ringtile.hf.patches import Patches
 from ringtile.random_states import all_random_states, set_random_states
 from ringtile.transport.collectives import all_gather_seq
 from ringtile.transport.groups import Group, transport_of
-from ringtile.transport.messages import all_gather, all_gather_object
+from ringtile.transport.messages import all_gather
 
 logger = logging.getLogger("ringtile")
 
@@ -332,7 +332,10 @@ class _Gather:
             return place
         by_patches = Rows(0, place.perhaps)
         fits = x.size(0) == sum(self.images.counts(by_patches)[image] for image in self.ran)
-        return by_patches if all(all_gather_object(fits, transport_of(self.group), f"rows of {self.name}")) else place
+        transport, what = transport_of(self.group), f"rows of {self.name}"
+        with transport.agree(what, {}, x.device):
+            fit = all_gather(torch.tensor(fits, dtype=torch.uint8, device=x.device), transport, what)
+            return by_patches if bool(fit.all()) else place
 
 
 def gathered(

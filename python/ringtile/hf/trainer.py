@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from transformers import PreTrainedModel, Trainer
 
 from ringtile.config import Config
@@ -171,13 +170,11 @@ def _attach_callbacks(
     if config.log_metrics:
         transport = None if group is None else transport_of(group.process_group)
         LogMetrics(trainer, transport, 1 if group is None else group.size, proof_seconds).install(patches)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if group is None or group.size == 1:
         return
-    peers = Peers(config.timeout_seconds, group)
-    patches.on_restore(peers.close)
-    if group is not None and group.size > 1:
-        peers.meet_before(trainer, "_get_num_items_in_batch", patches)
-        Checkpoints(trainer, peers).install(patches)
+    peers = Peers(group)
+    peers.meet_before(trainer, "_get_num_items_in_batch", patches)
+    Checkpoints(trainer, peers).install(patches)
     for name in _ENTRIES:
         peers.wrap(trainer, name, patches)
 

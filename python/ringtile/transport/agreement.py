@@ -33,13 +33,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from ringtile.errors import InputError
 
 if TYPE_CHECKING:
-    from ringtile.transport.sockets import SocketChannel
+    from ringtile.transport.transport import Channel
 
-HEADER_VERSION = 8
-# One size for ever: a receive of the wrong size kills the process, so a header must fit whatever the peer's version.
+HEADER_VERSION = 1
 HEADER_BYTES = 1024
 # Users may send on the group too (tags from 0 up); ours begin with the bytes "RT".
-HELLO_TAG, HANG_UP_TAG, FIRST_PAYLOAD_TAG = 0x5254_0000, 0x5254_0001, 0x5254_0002
+HANG_UP_TAG, FIRST_PAYLOAD_TAG = 0x5254_0000, 0x5254_0001
 _NUM_PAYLOAD_TAGS = 2**31 - FIRST_PAYLOAD_TAG
 # A header ends with the rank whose it is and a byte that says what its sender knows: that all ranks on its side of the
 # tree agree; that it makes this call, and no more yet; that it does, and goes on without waiting for the others; that
@@ -125,7 +124,7 @@ class _Sent:
 class Headers:
     """One rank's headers of all calls of a group. channel: to its neighbours in the tree."""
 
-    def __init__(self, rank: int, world_size: int, channel: SocketChannel) -> None:
+    def __init__(self, rank: int, world_size: int, channel: Channel) -> None:
         self._rank = rank
         self._channel = channel
         self._neighbours = tree_neighbours(rank, world_size)
@@ -205,6 +204,8 @@ class Headers:
                 self._pass_on(sent)
             return
         fields = decode(header)
+        if "lost" in fields:
+            raise PeerGoneError(int(fields["lost"]), str(fields["reason"]))
         if "disagreement" in fields:
             self._mismatch = Mismatch(str(fields["disagreement"]), True)
         elif not sent.refused:
@@ -223,8 +224,14 @@ class Headers:
 
         They tell theirs when they hear it.
         """
-        said = mismatch.text.encode("ascii", "replace").decode()[:MAX_REASON]
-        text = json.dumps({"version": HEADER_VERSION, "disagreement": said})
+        self._announce(disagreement=_ascii(mismatch.text))
+
+    def announce_loss(self, rank: int, reason: str) -> None:
+        """Tell the neighbours, likewise, of a rank that is lost."""
+        self._announce(lost=rank, reason=_ascii(reason))
+
+    def _announce(self, **fields: HeaderValue) -> None:
+        text = json.dumps({"version": HEADER_VERSION, **fields})
         self._channel.send_last(text.encode("ascii").ljust(HEADER_BYTES))
 
     def shut_down(self) -> None:
@@ -233,6 +240,10 @@ class Headers:
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "replace").decode()[:MAX_REASON]
 
 
 def describe_difference(

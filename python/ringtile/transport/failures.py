@@ -10,7 +10,6 @@ neighbours themselves. They may then name different ones of the lost ranks.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import json
 import threading
@@ -74,8 +73,8 @@ class Notice(NamedTuple):
         return cls(by, period, lost, str(fields["reason"]), bool(fields.get("left", False)))
 
 
-class FailureDetector(abc.ABC):
-    """One rank's part: what it has heard, and what it passes on.
+class FailureDetector:
+    """One rank's part: what it has heard, and what it passes on. This class itself has no connections.
 
     period: how often this rank has failed and then begun work again. Ranks fail together, so all of them count alike;
     notices of an earlier period count no more. hear_left: called when a neighbour says in this one that it has left.
@@ -92,11 +91,9 @@ class FailureDetector(abc.ABC):
         self._spoke: dict[int, int] = {}  # by neighbour, the last period in which it has failed too
         self._ended: dict[int, str] = {}  # by neighbour whose connection has ended, how
 
-    @abc.abstractmethod
     def _send(self, notice: Notice) -> None:
         """Send it to every neighbour that can still be reached, at once or not at all."""
 
-    @abc.abstractmethod
     def close(self) -> None:
         """End the connections; the neighbours see that."""
 

@@ -131,6 +131,7 @@ class LoopbackTransport(Transport):
 
     def __init__(self, rank: int, world_size: int, hall: Hall) -> None:
         super().__init__(rank, world_size)
+        self.hosts = (0,) * world_size
         self._hall = hall
         self._posted: dict[tuple[int, int], collections.deque[_Arrival]] = {}  # by sender and tag
 

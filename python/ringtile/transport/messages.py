@@ -1,14 +1,13 @@
-"""Several tensors in one message, and one tensor or object from every rank.
+"""Several tensors in one message, and one tensor from every rank.
 
 A message is one flat buffer, its tensors one after another, so that nothing is copied where it is used as it arrived.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from torch import Tensor
 from ringtile.transport.transport import Transport
 
 Kind: TypeAlias = "tuple[tuple[int, ...], torch.dtype]"  # of a tensor
-
-_MAX_BYTES = 1 << 10  # of an object
 
 
 class Message(NamedTuple):
@@ -47,14 +44,3 @@ def all_gather(x: Tensor, transport: Transport, what: str) -> Tensor:
     received = {peer: part for peer, part in enumerate(out) if peer != transport.rank}
     transport.exchange(dict.fromkeys(received, x), received, what).wait()
     return out
-
-
-def all_gather_object(mine: Any, transport: Transport, op: str) -> list[Any]:
-    """Return what each rank says, by rank; at most a KiB of JSON. A call. Raise RingMismatchError or PeerLostError."""
-    if transport.world_size == 1:
-        return [mine]
-    own = torch.frombuffer(bytearray(json.dumps(mine).encode().ljust(_MAX_BYTES)), dtype=torch.uint8)
-    with transport.agree(op, {}):
-        said = all_gather(own, transport, op)
-        transport.bytes_sent -= (transport.world_size - 1) * _MAX_BYTES  # no payload of a plan
-    return [json.loads(bytes(each)) for each in said.tolist()]

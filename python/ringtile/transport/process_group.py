@@ -6,43 +6,38 @@ import contextlib
 import datetime
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from ringtile.errors import InputError, PeerLostError
+from ringtile.errors import InputError
 from ringtile.transport import shared_memory, sockets
-from ringtile.transport.agreement import HANG_UP_TAG, HELLO_TAG, tree_neighbours
-from ringtile.transport.failures import SocketFailureDetector, neighbours
+from ringtile.transport.agreement import HANG_UP_TAG, tree_neighbours
+from ringtile.transport.failures import FailureDetector, SocketFailureDetector, neighbours
 from ringtile.transport.shared_memory import SharedMemory
 from ringtile.transport.sockets import SocketChannel
-from ringtile.transport.transport import Exchange, Transport, Work, reason_of
+from ringtile.transport.store import Meeting, StoreChannel
+from ringtile.transport.transport import Channel, Exchange, Transport, Work
 
 
 class ProcessGroupTransport(Transport):
     """Point-to-point messages of a process group. Ranks are ranks within the group.
 
-    CPU tensors travel through shared memory between ranks of one host. Between others they travel over the group if it
-    has a backend for them, else over a gloo group beside it, which all of its ranks make in their first call. CUDA
-    tensors travel over NCCL, headers over sockets.
+    CPU tensors travel through shared memory between ranks of one host, and over the group between others, headers over
+    sockets. CUDA tensors travel over NCCL. A group that has NCCL alone carries no CPU tensors; its headers go through
+    its store, it opens no connection, and whom it has lost NCCL's own watchdog says.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
         self._group = weakref.ref(group)  # the registry lets go of a transport when its group is destroyed
-        self._needs_beside = backend_name(group, "cpu") is None
-        self._beside: dist.ProcessGroup | None = None  # from the first call on: its ranks wait for each other
+        self.carries_cpu = backend_name(group, "cpu") is not None
         self._opened = False
         self._shared: SharedMemory | None = None  # from the first call on, with ranks of this host
         self._never_waited_for: list[Exchange] = []  # of calls on which the ranks disagreed
-
-    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
-        if self._beside is not None and tensor.device.type == "cpu":
-            return self._beside
-        return self._own_group()
 
     def _own_group(self) -> dist.ProcessGroup:
         group = self._group()
@@ -50,60 +45,45 @@ class ProcessGroupTransport(Transport):
             raise InputError("the process group was destroyed; make a new one, and what was built on it")
         return group
 
-    def _shares(self, tensor: Tensor, peer: int) -> SharedMemory | None:
-        """Return what carries the tensor to or from that peer; None: the process group."""
-        shared = self._shared
-        return shared if shared is not None and peer in shared.peers and tensor.device.type == "cpu" else None
-
-    def _ordered(self, tag: int) -> int:
-        """Return the tag in shared memory, where messages of a later call have larger ones."""
-        return self.num_calls << 32 | tag
-
     def _start(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Work:
-        if (shared := self._shares(tensor, peer)) is not None:
-            return shared.post(tensor, peer, self._ordered(tag), outgoing=outgoing)
-        group = self._group_for(tensor)
+        if self._shared is not None and peer in self._shared.peers and tensor.is_cpu:
+            ordered = self.num_calls << 32 | tag  # there, messages of a later call have larger tags
+            return self._shared.post(tensor, peer, ordered, outgoing=outgoing)
+        group = self._own_group()
         work: Work = (group.send if outgoing else group.recv)([tensor], peer, tag)
         return work
 
     def check_device(self, device: torch.device) -> None:
         super().check_device(device)
-        group = self._group()
-        if device.type == "cpu" or group is None or self.world_size == 1:
+        group, is_cpu = self._group(), device.type == "cpu"
+        if group is None or self.world_size == 1 or (is_cpu and self.carries_cpu):
             return
-        if backend_name(group, device.type) != "nccl":
+        if is_cpu or (found := backend_name(group, device.type)) != "nccl":
             raise InputError(
-                f"the tensors are on {device} but the group's backend for {device.type} is "
-                f"{backend_name(group, device.type)}; expected nccl: init_process_group or new_group with "
+                f"the tensors are on {device} but the group's backend for {device.type} is {None if is_cpu else found}"
+                f"; expected {'gloo' if is_cpu else 'nccl'}: init_process_group or new_group with "
                 f'backend="cpu:gloo,cuda:nccl"'
             )
 
-    def _connect(self) -> tuple[SocketChannel, SocketFailureDetector]:
-        peers = [peer for peer in range(self.world_size) if peer != self.rank]
-        if self._needs_beside:
-            try:
-                self._beside = _gloo_beside(self._own_group())
-            except RuntimeError as error:
-                raise PeerLostError(
-                    f"not all ranks of the group have made its first call with rank {self.rank}: {reason_of(error)}; "
-                    f"see the other ranks' logs for the cause"
-                ) from error
-
-        def exchange(hello: bytes) -> dict[int, bytes]:
-            mine = torch.frombuffer(bytearray(hello), dtype=torch.uint8)
-            theirs = {peer: torch.empty_like(mine) for peer in peers}
-            self._post(dict.fromkeys(peers, mine), theirs, HELLO_TAG, "the first call").wait_for_messages()
-            return {peer: bytes(their.tolist()) for peer, their in theirs.items()}
-
-        carrier = self._group_for(torch.empty(0, device="cpu"))._get_backend(torch.device("cpu"))
-        timeout: datetime.timedelta = carrier.options._timeout
-        seconds = timeout.total_seconds()
-        wires = [each(self.rank, self.world_size) for each in (tree_neighbours, neighbours)]
-        headers, news = sockets.connect(self.rank, wires, seconds, exchange)
-        detector = SocketFailureDetector(self.rank, self.world_size, news)
+    def _connect(self) -> tuple[Channel, FailureDetector | None]:
+        group, rank, world_size = self._own_group(), self.rank, self.world_size
+        device = torch.device("cpu") if self.carries_cpu else group._device_types[0]
+        seconds: float = group._get_backend(device).options._timeout.total_seconds()
+        joint: Any = _get_process_group_store(group)
+        store = joint.clone()  # a connection of its own, on which others do not wait
+        token = shared_memory.token_of_segment() if self.carries_cpu else ""
+        meeting = Meeting(store, rank, world_size, seconds, token=token)
+        self.hosts = meeting.hosts
+        if not self.carries_cpu:
+            return StoreChannel(meeting.store, rank, tree_neighbours(rank, world_size), seconds), None
+        peers = [peer for peer in range(world_size) if peer != rank and self.hosts[peer] == self.hosts[rank]]
+        sharing = [peer for peer in peers if token and meeting.facts[peer]["token"]]
+        wires = [tree_neighbours(rank, world_size), neighbours(rank, world_size), sharing]
+        headers, news, links = sockets.connect(meeting, wires)
+        self._shared = shared_memory.share(meeting, links)
+        detector = SocketFailureDetector(rank, world_size, SocketChannel(news, seconds))
         detector.listen()
-        self._shared = shared_memory.share(self.rank, self.world_size, seconds, exchange)
-        return headers, detector
+        return SocketChannel(headers, seconds), detector
 
     def _drop_messages(self) -> None:
         # gloo reads nothing more from a peer whose message has lost its tensor on the way.
@@ -152,15 +132,16 @@ class ProcessGroupTransport(Transport):
         self._close_pairs()
 
     def _close_pairs(self) -> None:
-        if self._needs_beside and self._beside is None:
-            return  # no call has begun
+        group = self._group()
+        if group is None or not self.carries_cpu:
+            return
         # gloo closes a connection on which a receive timed out, and has no other way to close one. NCCL has none at all
         # that a peer would notice: its own watchdog ends a wait that is longer than the group's timeout.
         nothing = torch.empty(1, device="cpu")
         for peer in range(self.world_size):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):
-                    never = self._group_for(nothing).recv([nothing], peer, HANG_UP_TAG)
+                    never = group.recv([nothing], peer, HANG_UP_TAG)
                     never.wait(datetime.timedelta(milliseconds=1))
 
 
@@ -170,18 +151,3 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str | None:
         return str(group._get_backend(torch.device(device_type)).name())
     except RuntimeError:
         return None
-
-
-def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Make a gloo group of the same ranks, by them alone, which torch.distributed has no list of.
-
-    They meet under the group's own name. dist.new_group(use_local_synchronization=True) would let them meet under the
-    number of groups that each is in, and ranks that are in different numbers of groups would wait for ever.
-    """
-    timeout = group._get_backend(group._device_types[0]).options._timeout
-    store = PrefixStore("ringtile/", _get_process_group_store(group))
-    beside = dist.ProcessGroup(store, group.rank(), group.size())
-    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
-    beside._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    beside._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    return beside

@@ -1,4 +1,4 @@
-"""Headers over sockets of their own: TCP connections between some ranks of a group.
+"""Headers over sockets of their own, between some ranks of a group.
 
 A message of a process group is posted and waited for with the help of another thread, and a receive that is posted
 when a profiler starts, and done when it has stopped, corrupts the memory of the process (torch 2.13). A header is sent
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import secrets
 import select
@@ -21,25 +20,17 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
-from ringtile.errors import RingMismatchError
-from ringtile.transport.agreement import (
-    HEADER_BYTES,
-    HEADER_VERSION,
-    MAX_REASON,
-    HeaderValue,
-    PeerGoneError,
-    decode,
-    describe_difference,
-)
+from ringtile.transport.agreement import HEADER_BYTES, PeerGoneError
+from ringtile.transport.store import Meeting
 
 _TOKEN_BYTES = 16
 _INTRODUCTION_SECONDS = 5.0
 _ROOM_SECONDS = 0.5  # that the rest of a last word waits for room
 _MAX_STRANGERS = 256  # that a rank listens to at once; then the first of them is no peer
-_INTRODUCTION = struct.Struct(f"<I{_TOKEN_BYTES}s")  # the rank that connects, and the token of the rank that listens
+_INTRODUCTION = struct.Struct(f"<IB{_TOKEN_BYTES}s")  # who connects, by which wire, and the token of who listens
 
 
 class SocketChannel:
@@ -164,122 +155,115 @@ def _reason(error: OSError) -> str:
 
 # ---- connecting ---------------------------------------------------------------------------------
 
-
-class _Address(NamedTuple):
-    """Where a rank listens, and what it wants to hear first."""
-
-    host: str
-    port: int
-    token: str
-
-    @classmethod
-    def of(cls, listener: socket.socket) -> _Address:
-        host, port = listener.getsockname()[:2]
-        return cls(host, port, secrets.token_hex(_TOKEN_BYTES))
+_End = tuple[int, int]  # of a connection: the number of its wire, and the peer
 
 
-def connect(
-    rank: int,
-    wires: Sequence[Collection[int]],
-    timeout_seconds: float,
-    exchange: Callable[[bytes], Mapping[int, bytes]],
-) -> list[SocketChannel]:
+def connect(meeting: Meeting, wires: Sequence[Collection[int]]) -> list[dict[int, socket.socket]]:
     """Connect this rank to the ranks of each wire, which connect to it at the same time, by sockets of each wire's own.
 
-    exchange: sends HEADER_BYTES bytes to all these ranks, or more, and returns theirs. It is called twice: with where a
-    rank listens, and once it has connected, so that no rank waits for one that cannot.
-
-    Raises PeerGoneError, on every rank where one cannot listen or connect, and RingMismatchError where a rank runs
-    another version of ringtile.
+    The higher of two ranks connects to the lower: within a host by a Unix socket, which has no file and which only
+    processes of its network namespace can reach, else by TCP. A rank to which no other host connects opens no port.
+    Whoever does not know the token that a rank has told the others, or is slow to say it, is no peer.
+    Raises PeerGoneError, on every rank where one cannot listen or connect.
     """
-    deadline = time.monotonic() + timeout_seconds
-    connected: list[dict[int, socket.socket]] = [{} for _ in wires]
-    with contextlib.ExitStack() as listening:
+    rank, hosts = meeting.rank, meeting.hosts
+    ends = [(i, peer) for i, peers in enumerate(wires) for peer in peers]
+    awaited = {(i, peer) for i, peer in ends if peer > rank}
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    connected: dict[_End, socket.socket] = {}
+    with contextlib.ExitStack() as listening, contextlib.ExitStack() as on_failure:
+        on_failure.callback(lambda: close_all(connected.values()))
         listeners: list[socket.socket] = []
         failure: PeerGoneError | None = None
+        address = _Address(token.hex())
         try:
             # With room for all that connect before this rank accepts, strangers too.
-            listeners += [listening.enter_context(_listen(len(peers) + _MAX_STRANGERS)) for peers in wires]
+            backlog = len(awaited) + _MAX_STRANGERS
+            if any(hosts[peer] == hosts[rank] for _, peer in awaited):
+                listeners.append(listening.enter_context(_listen_on_host(backlog)))
+                address = address._replace(name=listeners[-1].getsockname()[1:].decode("ascii"))
+            if any(hosts[peer] != hosts[rank] for _, peer in awaited):
+                listeners.append(listening.enter_context(_listen(backlog, meeting.store_host)))
+                host, port = listeners[-1].getsockname()[:2]
+                address = address._replace(host=host, port=port)
         except OSError as error:
             failure = PeerGoneError(rank, f"it cannot listen for other ranks: {_reason(error)}")
-        own = [_Address.of(each) for each in listeners]
-        addresses = _exchange_addresses(rank, own, failure, exchange)
+        addresses = [_Address(*each["address"]) for each in meeting.say(failure, address=address)]
+        # Half of the time: the others wait as long for the word that it failed.
+        until = meeting.deadline - meeting.timeout_seconds / 2
         try:
-            try:
-                for i, peers in enumerate(wires):
-                    for peer in (peer for peer in peers if peer < rank):
-                        # Half of the time: the others wait as long for the word that it failed.
-                        until = deadline - timeout_seconds / 2
-                        connected[i][peer] = _connect(rank, peer, addresses[peer][i], until)
-            except PeerGoneError as error:
-                failure = error
-            _exchange_failures(rank, failure, exchange)
-            for i, peers in enumerate(wires):
-                connected[i] |= _accept(listeners[i], own[i].token, {peer for peer in peers if peer > rank}, deadline)
-        except BaseException:
-            for each in connected:
-                close_all(each.values())
-            raise
-    return [SocketChannel(each, timeout_seconds) for each in connected]
+            for i, peer in ends:
+                if peer < rank:
+                    connected[i, peer] = _connect(peer, addresses[peer], hosts[peer] == hosts[rank], until)
+                    connected[i, peer].sendall(_INTRODUCTION.pack(rank, i, bytes.fromhex(addresses[peer].token)))
+        except PeerGoneError as error:
+            failure = error
+        except OSError as error:
+            failure = PeerGoneError(peer, _reason(error))
+        meeting.say(failure)
+        connected |= _accept(listeners, token, awaited, meeting.deadline)
+        on_failure.pop_all()
+    return [{peer: connected[i, peer] for peer in peers} for i, peers in enumerate(wires)]
 
 
-def _hello(failure: str, **fields: Any) -> bytes:
-    said = failure[:MAX_REASON].encode("ascii", "replace").decode()
-    return json.dumps({"version": HEADER_VERSION, **fields, "failure": said}).encode("ascii").ljust(HEADER_BYTES)
+class _Address(NamedTuple):
+    """Where a rank listens, and what it wants to hear first. name: of its Unix socket."""
+
+    token: str
+    name: str = ""
+    host: str = ""
+    port: int = 0
 
 
-def _exchange_failures(
-    rank: int, failure: PeerGoneError | None, exchange: Callable[[bytes], Mapping[int, bytes]]
-) -> None:
-    """Tell the others why this rank goes no further, if so, and hear it of them. PeerGoneError: one does not."""
-    said = "" if failure is None else f"it cannot reach rank {failure.peer}: {failure.reason}"
-    answers = exchange(_hello(failure=said))
-    if failure is not None:
-        raise failure
-    for peer, answer in sorted(answers.items()):
-        if reason := decode(answer).get("failure"):
-            raise PeerGoneError(peer, str(reason))
+def _listen_on_host(backlog: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"\0ringtile-{secrets.token_hex(8)}")
+    listener.listen(backlog)
+    return listener
 
 
-def _exchange_addresses(
-    rank: int,
-    own: Sequence[_Address],
-    failure: PeerGoneError | None,
-    exchange: Callable[[bytes], Mapping[int, bytes]],
-) -> dict[int, list[_Address]]:
-    mine: dict[str, HeaderValue] = {"version": HEADER_VERSION}
-    hellos = exchange(_hello(failure="" if failure is None else failure.reason, addresses=own))
-    if failure is not None:
-        raise failure
-    addresses = {}
-    for peer, hello in hellos.items():
-        fields: dict[str, Any] = decode(hello)
-        if fields.get("version") != HEADER_VERSION:
-            theirs = {"version": fields.get("version", "none")}
-            raise RingMismatchError(describe_difference(rank, mine, peer, theirs, 1, "connecting"))
-        if reason := fields.get("failure"):
-            raise PeerGoneError(peer, str(reason))
-        addresses[peer] = [_Address(str(host), int(port), str(token)) for host, port, token in fields["addresses"]]
-    return addresses
-
-
-def _listen(backlog: int) -> socket.socket:
-    for family, host in _own_hosts():
+def _listen(backlog: int, store_host: str) -> socket.socket:
+    refused = "this host has no address that others can reach; GLOO_SOCKET_IFNAME names the network interface to use"
+    for family, host in _own_addresses(store_host):
         with contextlib.suppress(OSError):  # the name of this host may stand for an address that it does not have
             return socket.create_server((host, 0), family=family, backlog=backlog)
-    return socket.create_server(("127.0.0.1", 0), backlog=backlog)
+        refused = f"this host cannot listen on {host}; GLOO_SOCKET_IFNAME names the network interface to use"
+    raise OSError(refused)
 
 
-def _own_hosts() -> list[tuple[socket.AddressFamily, str]]:
-    """Return the addresses of this host that peers may reach, by the rule by which gloo chooses one."""
+def _own_addresses(store_host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
+    """Yield the addresses of this host that peers may reach, the best first.
+
+    That of the interface that GLOO_SOCKET_IFNAME names, and no other; or that from which this host reaches the host of
+    the store (MASTER_ADDR), those that its name stands for, and those of its interfaces; but not 127.0.0.1 and its like
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        return [(socket.AF_INET, _address_of(interface))]
+        yield socket.AF_INET, _address_of(interface)
+        return
+    for family, _, _, _, address in _resolve(store_host):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as anywhere:
+            anywhere.connect((address[0], 9))  # sends nothing
+            if not _is_loopback(own := anywhere.getsockname()[0]):
+                yield family, own
+    for family, _, _, _, address in _resolve(socket.gethostname()):
+        if not _is_loopback(own := str(address[0])):
+            yield family, own
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):
+            if not _is_loopback(own := _address_of(name)):
+                yield socket.AF_INET, own
+
+
+def _resolve(host: str) -> list[Any]:
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        return list(socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM))
     except OSError:
         return []
-    return [(family, str(address[0])) for family, _, _, _, address in found]
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
 
 
 def _address_of(interface: str) -> str:
@@ -290,28 +274,28 @@ def _address_of(interface: str) -> str:
     return socket.inet_ntoa(reply[20:24])
 
 
-def _connect(rank: int, peer: int, address: _Address, deadline: float) -> socket.socket:
+def _connect(peer: int, address: _Address, on_host: bool, deadline: float) -> socket.socket:
+    seconds = max(0.1, deadline - time.monotonic())
     try:
-        connection = socket.create_connection((address.host, address.port), max(0.1, deadline - time.monotonic()))
-        connection.sendall(_INTRODUCTION.pack(rank, bytes.fromhex(address.token)))
+        if not on_host:
+            return socket.create_connection((address.host, address.port), seconds)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(seconds)
+        connection.connect(f"\0{address.name}")
+        return connection
     except OSError as error:
-        raise PeerGoneError(
-            peer,
-            f"no connection to {address.host} port {address.port}: {_reason(error)}; GLOO_SOCKET_IFNAME names the "
-            f"network interface that its host should use",
-        ) from None
-    return connection
+        where = "its Unix socket" if on_host else f"{address.host} port {address.port}"
+        advice = "" if on_host else "; GLOO_SOCKET_IFNAME names the network interface that its host should use"
+        raise PeerGoneError(peer, f"no connection to {where}: {_reason(error)}{advice}") from None
 
 
-def _accept(listener: socket.socket, token: str, missing: set[int], deadline: float) -> dict[int, socket.socket]:
-    """Return the connections of these peers.
-
-    Whoever does not know the token, or is slow to say it, is no peer; nobody waits for another.
-    """
-    accepted: dict[int, socket.socket] = {}
+def _accept(
+    listeners: Sequence[socket.socket], token: bytes, missing: set[_End], deadline: float
+) -> dict[_End, socket.socket]:
+    """Return the connections of these peers. Nobody waits for another."""
+    accepted: dict[_End, socket.socket] = {}
     said: dict[socket.socket, bytes] = {}  # by whom it is not known yet, in the order in which they came
     until: dict[socket.socket, float] = {}
-    listener.setblocking(False)
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as undo:
         undo.callback(close_all, accepted.values())
         undo.callback(close_all, said)
@@ -320,21 +304,23 @@ def _accept(listener: socket.socket, token: str, missing: set[int], deadline: fl
             selector.unregister(stranger)
             del said[stranger], until[stranger]
 
-        selector.register(listener, selectors.EVENT_READ)
+        for listener in listeners:
+            listener.setblocking(False)
+            selector.register(listener, selectors.EVENT_READ)
         while missing - set(accepted):
             now = time.monotonic()
             if now >= deadline:
-                raise PeerGoneError(min(missing - set(accepted)), "it did not connect")
+                raise PeerGoneError(min(missing - set(accepted))[1], "it did not connect")
             for key, _ in selector.select(min([deadline, *until.values()]) - now):
-                if key.fileobj is listener:
+                if key.fileobj in listeners:
                     with contextlib.suppress(ConnectionError, BlockingIOError):  # it has gone again
                         try:
-                            stranger, _ = listener.accept()
+                            stranger, _ = cast(socket.socket, key.fileobj).accept()
                         except OSError as error:
                             if error.errno not in (errno.EMFILE, errno.ENFILE):
                                 raise
                             reason = f"this rank cannot accept its connection: {_reason(error)}"
-                            raise PeerGoneError(min(missing - set(accepted)), reason) from None
+                            raise PeerGoneError(min(missing - set(accepted))[1], reason) from None
                         stranger.setblocking(False)
                         selector.register(stranger, selectors.EVENT_READ)
                         said[stranger], until[stranger] = b"", time.monotonic() + _INTRODUCTION_SECONDS
@@ -347,10 +333,10 @@ def _accept(listener: socket.socket, token: str, missing: set[int], deadline: fl
                 said[stranger] += arrived
                 if arrived and len(said[stranger]) < _INTRODUCTION.size:
                     continue
-                peer = _introduced(said[stranger], token)
+                end = _introduced(said[stranger], token)
                 drop(stranger)
-                if peer in missing - set(accepted):
-                    accepted[peer] = stranger
+                if end in missing - set(accepted):
+                    accepted[end] = stranger
                 else:
                     stranger.close()
             while until and (len(until) > _MAX_STRANGERS or min(until.values()) <= time.monotonic()):
@@ -362,9 +348,9 @@ def _accept(listener: socket.socket, token: str, missing: set[int], deadline: fl
     return accepted
 
 
-def _introduced(said: bytes, token: str) -> int:
-    """Return the rank that says so; -1: it does not know the token."""
+def _introduced(said: bytes, token: bytes) -> _End | None:
+    """Return whose connection it is; None: no peer's."""
     if len(said) < _INTRODUCTION.size:
-        return -1
-    peer, theirs = _INTRODUCTION.unpack(said)
-    return int(peer) if secrets.compare_digest(theirs, bytes.fromhex(token)) else -1
+        return None
+    peer, wire, theirs = _INTRODUCTION.unpack(said)
+    return (wire, peer) if secrets.compare_digest(theirs, token) else None

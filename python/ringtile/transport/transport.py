@@ -21,7 +21,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from ringtile.transport.agreement import (
 )
 from ringtile.transport.failures import FailureDetector, Loss
 from ringtile.transport.sockets import SocketChannel
+from ringtile.transport.store import StoreChannel
+
+Channel: TypeAlias = SocketChannel | StoreChannel  # of headers
 
 
 class Work(Protocol):
@@ -67,15 +70,11 @@ class Exchange:
         with _span("ringtile::wait"):
             transport.compare_headers()
             began = time.perf_counter()
-            self.wait_for_messages()
+            for peers, work in self.works:
+                with transport.naming(peers, self.what):
+                    work.wait()
             transport.wait_seconds += time.perf_counter() - began
         transport.arrived(self)
-
-    def wait_for_messages(self) -> None:
-        """Wait without a look at headers."""
-        for peers, work in self.works:
-            with self.transport.naming(peers, self.what):
-                work.wait()
 
 
 def _span(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -93,8 +92,11 @@ class Transport(abc.ABC):
 
     rank, world_size: of this group. bytes_sent: payload sent so far, in bytes; headers do not count. num_calls: the
     calls made so far. wait_seconds: how long the host has waited for headers and payloads so far; on a GPU only a
-    stream waits for payloads. hosts: of each rank, once hosts.py has asked.
+    stream waits for payloads. hosts: by rank its host, numbered by its first rank, from the first call on. carries_cpu:
+    whether payloads may be on the CPU. detector: watches the other ranks, from the first call on; None over NCCL alone.
     """
+
+    carries_cpu = True
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -102,14 +104,14 @@ class Transport(abc.ABC):
         self.bytes_sent = 0
         self.wait_seconds = 0.0
         self.num_calls = 0
-        self.hosts: tuple[int, ...] = ()
+        self.hosts = (0,) * (world_size == 1)
         self._op = ""
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None  # whose forwards use this group
         self._payload_tag = FIRST_PAYLOAD_TAG
         self._agreed: OrderedDict[object, Terms] = OrderedDict()
         self._headers: Headers | None = None  # from the first call on
-        self._detector: FailureDetector | None = None  # the same
+        self.detector: FailureDetector | None = None  # the same
         self._told = False  # whether the others know why this rank fails
         self._behind = False  # whether headers of this call are still to be compared, before a payload is used
         self._under_way: set[Exchange] = set()  # of this call
@@ -121,7 +123,7 @@ class Transport(abc.ABC):
         self,
         op: str,
         fields: Mapping[str, HeaderValue],
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         *,
         forward_call: int = 0,
         data: int = 0,
@@ -129,8 +131,8 @@ class Transport(abc.ABC):
     ) -> Iterator[None]:
         """Make one call, in which all ranks take part: agree on op and fields, then exchange payloads in the body.
 
-        device: where the payloads are. forward_call, data, step: as in `Terms.header`. See agreement.py for who waits
-        for whom.
+        device: where the payloads are; None: there are none. forward_call, data, step: as in `Terms.header`. See
+        agreement.py for who waits for whom.
 
         RingMismatchError leaves the group usable, except on a GPU after terms that were agreed on, where messages of
         NCCL may be under way. Any other failure breaks the group: this rank hangs up, so that no peer waits for it, and
@@ -141,9 +143,10 @@ class Transport(abc.ABC):
             yield
             return
         self._check_process_and_thread(op)
-        device = torch.device(device)
         with self.propagate_errors(op):
-            self.check_device(device)
+            if device is not None:
+                self.check_device(torch.device(device))
+        device = torch.device(device or "cpu")
         with self._numbered(op):
             self._agree_on(op, fields, device, forward_call, data, step)
             yield
@@ -169,6 +172,13 @@ class Transport(abc.ABC):
                 if self._under_way:
                     self._drop_messages()
                     self._under_way.clear()
+
+    def find_hosts(self) -> tuple[int, ...]:
+        """Return hosts. A call, if it is the first. Raise RingMismatchError or PeerLostError."""
+        if not self.hosts:
+            with self.agree("agree on hosts", {}):
+                pass
+        return self.hosts
 
     def _check_process_and_thread(self, op: str) -> None:
         """Raise InputError where calls would come in an order that the other ranks do not see.
@@ -223,9 +233,9 @@ class Transport(abc.ABC):
         """Send it to the neighbours. options: as of `Headers.send`."""
         with self.naming((), self._place("the header")):
             if self._headers is None:
-                channel, self._detector = self._connect()
+                channel, self.detector = self._connect()
                 self._headers = Headers(self.rank, self.world_size, channel)
-                weakref.finalize(self, self._detector.close)
+                weakref.finalize(self, channel.close if self.detector is None else self.detector.close)
             self._headers.send(op, self.num_calls, header, **options)
 
     def compare_headers(self, *, wait: bool = True) -> None:
@@ -250,15 +260,20 @@ class Transport(abc.ABC):
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others why, and end this rank's messages: none of them waits for it any longer."""
-        if self._detector is not None and not self._told:
+        if self._headers is not None and not self._told:
             self._told = True
-            self._detector.fail(with_kind(error), self.rank)
+            if self.detector is not None:
+                self.detector.fail(with_kind(error), self.rank)
+            else:
+                lost = error.rank if isinstance(error, PeerLostError) else None
+                self._headers.announce_loss(self.rank if lost is None else lost, with_kind(error))
         self.hang_up()
 
     def hang_up(self) -> None:
         """End this rank's messages for good: a peer that waits for one gets PeerLostError."""
-        if self._headers is not None and self._detector is not None:
-            self._detector.close()
+        if self._headers is not None:
+            if self.detector is not None:
+                self.detector.close()
             self._headers.close()
         self._end_messages()
 
@@ -354,12 +369,12 @@ class Transport(abc.ABC):
         """Return the error for peers that are gone, which blames the rank that was lost first."""
         suspects, reason = sorted({each.peer for each in gone}), gone[0].reason
         found = Loss(suspects[0], reason) if len(suspects) == 1 else None
-        if self._detector is not None and not self._told:
+        if self.detector is not None and not self._told:
             self._told = True
-            self._detector.fail(reason)  # at once: the others may be asking the same
-            found = self._detector.find(found, reason, _SEARCH_SECONDS)
+            self.detector.fail(reason)  # at once: the others may be asking the same
+            found = self.detector.find(found, reason, _SEARCH_SECONDS)
             if found is not None:
-                self._detector.fail(found.reason, found.rank)
+                self.detector.fail(found.reason, found.rank)
         who = f"rank {' or '.join(map(str, suspects)) if found is None else found.rank}"
         error = PeerLostError(
             f"{who} was lost in {what} of rank {self.rank}: {found.reason if found else reason}; see {who}'s log for "
@@ -369,8 +384,9 @@ class Transport(abc.ABC):
         return error
 
     @abc.abstractmethod
-    def _connect(self) -> tuple[SocketChannel, FailureDetector]:
-        """Connect, in the first call, the channel of headers to the neighbours in the tree, and that of who is lost.
+    def _connect(self) -> tuple[Channel, FailureDetector | None]:
+        """Connect, in the first call, the channel of headers to the neighbours in the tree, and who watches the others.
+        Find their hosts.
 
         Raises PeerGoneError, RingMismatchError.
         """
