@@ -5,7 +5,7 @@
 
 Environment, read here and nowhere else in the build (setuptools reads CC and CXX as well):
 
-    CC, CXX          the compilers
+    CC, CXX          the compilers; nvcc uses CXX too
     CUDA_HOME        where to look for nvcc before PATH, and /usr/local/cuda after it
     RINGTILE_CUDA    0: leave the CUDA kernels out, which take minutes to compile; 1: fail without nvcc; auto, the
                      default: build them where nvcc is and torch has CUDA
@@ -164,6 +164,7 @@ C_FLAGS = [
 ]
 BINDING_FLAGS = ["-O2", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", *HARDENING, *WERROR]
 NVCC_FLAGS = [
+    f"-ccbin={CXX[0]}",
     "-std=c++17",
     "-O3",
     "-lineinfo",  # profilers and sanitizers name source lines; the code stays the same
@@ -184,15 +185,27 @@ def find_nvcc() -> str | None:
         return None
     in_home = CUDA_HOME and shutil.which("nvcc", path=os.path.join(CUDA_HOME, "bin"))
     nvcc = in_home or shutil.which("nvcc") or shutil.which("nvcc", path=USUAL_NVCC_FOLDER)
-    if nvcc:
+    reason = why_not_nvcc(nvcc) if nvcc else NO_NVCC
+    if not reason:
         return nvcc
     if CUDA == "1":
-        refuse(f"RINGTILE_CUDA is 1, but {NO_NVCC}. Install the CUDA toolkit (>= 12.4).")
+        refuse(f"RINGTILE_CUDA is 1, but {reason}. Install the CUDA toolkit (>= 12.4), with a compiler that it takes.")
     print(
-        f"ringtile: built without its CUDA kernels: {NO_NVCC}. On a GPU, slower torch operations run instead",
+        f"ringtile: built without its CUDA kernels: {reason}. On a GPU, slower torch operations run instead",
         file=sys.stderr,
     )
     return None
+
+
+def why_not_nvcc(nvcc: str) -> str:
+    """What a test compile for the newest code that the build always has says: an old nvcc, or a compiler too new."""
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder, "probe.cu").write_text("__global__ void probe() {}\n")
+        command = [nvcc, *NVCC_FLAGS, *arch_flags(["90a"]), "-c", "probe.cu", "-o", "probe.o"]
+        done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
+    said = next((line for line in lines if "error" in line), lines[0])
+    return f"a test compile by {nvcc} with {CXX[0]} failed ({said})" if done.returncode != 0 else ""
 
 
 def compile_cuda(nvcc: str) -> list[str]:

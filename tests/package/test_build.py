@@ -92,6 +92,18 @@ def test_cuda_kernels_follow_torch(tmp_path: pathlib.Path) -> None:
     assert eval(done.stdout.splitlines()[-1]) == [False, True, True, False]
 
 
+def test_an_nvcc_that_cannot_compile_leaves_the_kernels_out(tmp_path: pathlib.Path) -> None:
+    """With a reason: too old, or for an older compiler. Where the kernels were asked for, the build is refused."""
+    nvcc = copy_with_fake_nvcc(tmp_path)
+    nvcc.write_text('#!/bin/sh\necho "$@" >&2\necho "error: unsupported GNU version! gcc 15" >&2\nexit 1\n')
+    found = "(find_nvcc.__globals__.update(CUDA='auto'), setattr(torch.version, 'cuda', '12.8'), find_nvcc())[2]"
+    done = evaluate_in_setup(found, tmp_path, CUDA_HOME=str(tmp_path), CXX="c++")
+    assert done.stdout.splitlines()[-1] == "None"
+    assert f"a test compile by {nvcc} with c++ failed (error: unsupported GNU version! gcc 15)" in done.stderr
+    refused = run_setup("", tmp_path, CUDA_HOME=str(tmp_path), RINGTILE_CUDA="1")
+    assert_refused(refused, "RINGTILE_CUDA is 1, but a test compile by ")
+
+
 def test_nvcc_is_looked_for_where_toolkits_are(tmp_path: pathlib.Path) -> None:
     """CUDA_HOME before PATH before the usual folder; without any, the build says what it leaves out."""
     places = {}
@@ -111,7 +123,7 @@ def test_nvcc_is_looked_for_where_toolkits_are(tmp_path: pathlib.Path) -> None:
 
 FAKE_NVCC = """#!/bin/sh
 for last; do :; done
-touch "$last" && echo "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+: >> "$last" && echo "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are serialized"
 """
 
 
