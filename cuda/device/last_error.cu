@@ -38,4 +38,6 @@ rt_status launch_failed(const failed_launch &failed) {
     return RT_CUDA;
 }
 
+int rt_cuda_runtime_version(void) { return CUDART_VERSION; }
+
 #endif

@@ -69,16 +69,25 @@ def why_no_cuda() -> str:
     if not torch.cuda.is_available():
         return "no device: torch.cuda.is_available() is False; check nvidia-smi and CUDA_VISIBLE_DEVICES"
     try:
-        importlib.import_module("ringtile._cuda")  # loading it registers the ops for CUDA tensors
+        binary = importlib.import_module("ringtile._cuda")  # loading it registers the ops for CUDA tensors
     except ImportError as error:
         return f"not loaded: {error}; rebuild ringtile for this torch ({torch.__version__})"
+    driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # as CUDART_VERSION: 1000 major + 10 minor
+    if driver // 1000 < binary.CUDART_VERSION // 1000:
+        return (
+            f"the driver is too old: it runs CUDA {driver // 1000}, the kernels were built with CUDA "
+            f"{binary.CUDART_VERSION // 1000}; install a newer driver, or rebuild ringtile with an nvcc of CUDA "
+            f"{driver // 1000}"
+        )
     return ""
 
 
 @functools.cache
 def why_not_on(device_index: int) -> str:
-    """Return why a CUDA device cannot run the CUDA kernels; "" if it can. Warn if it is the device's fault."""
+    """Return why a CUDA device cannot run the CUDA kernels; "" if it can. Warn, where there is a GPU."""
     if reason := why_no_cuda():
+        if torch.cuda.is_available():
+            _warn_of(reason)
         return reason
     capability = torch.cuda.get_device_capability(device_index)
     if capability >= MIN_CUDA_CAPABILITY:
@@ -96,21 +105,12 @@ def why_no_kernels(device: torch.device) -> str:
     return why_not_on(device.index or 0) if device.type == "cuda" else ""
 
 
-def warn_of_missing_kernels() -> None:
-    """Say so where there is a GPU, and an installation without kernels for it."""
-    if torch.cuda.is_available() and (reason := why_no_cuda()):
-        _warn_of(reason)
-
-
 def _warn_of(reason: str, where: str = "") -> None:
     logging.getLogger(__name__).warning(
         "ringtile's CUDA kernels are not in use%s: %s. Torch operations run instead: the same results, but slower; "
         "attention is aten's, and what that cannot compute is refused",
         *(where, reason),
     )
-
-
-warn_of_missing_kernels()
 
 
 def cpu_isa() -> str:
@@ -141,7 +141,7 @@ KERNELS: dict[str, Callable[[torch.device, torch.dtype], str]] = {  # what is wr
 def why_not_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Return what is wrong with one of KERNELS; "" if nothing is. Found out once a process."""
     question, test = Question.of(name, dtype), lambda: KERNELS[name](device, dtype)
-    return self_test.why_not((name, device, dtype), lambda: self_test.of_own_kernel(device, question, test))
+    return self_test.why_not((name, device, dtype), lambda: self_test.of_kernel(device, question, test))
 
 
 def _in_torch(name: str, device: torch.device, dtype: torch.dtype) -> bool:

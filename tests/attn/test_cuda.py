@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +20,13 @@ from ringtile.cli import doctor
 from ringtile.sequence.rounds import Queries, Round
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-# find_spec("ringtile._cuda"), torch.version.cuda, torch.cuda.is_available()
+# find_spec("ringtile._cuda"), or the CUDA of a binary that loads; torch.version.cuda, torch.cuda.is_available()
 REASONS: dict[str, tuple[object, str | None, bool]] = {
     "not built": (None, "13.0", True),
     "is a build without CUDA": (True, None, False),
     "torch.cuda.is_available() is False": (True, "13.0", False),
     "not loaded: no such symbol": (True, "13.0", True),
+    "the driver is too old: it runs CUDA 12, the kernels were built with CUDA 13": (13000, "12.8", True),
 }
 
 
@@ -48,8 +50,12 @@ def forget() -> object:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, find_spec: object, version: str | None, available: bool) -> None:
-    def import_module(name: str) -> None:
-        raise ImportError("no such symbol")
+    def import_module(name: str) -> object:
+        if isinstance(find_spec, bool):
+            raise ImportError("no such symbol")
+        return SimpleNamespace(CUDART_VERSION=find_spec)
+
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
 
     monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: find_spec)
     monkeypatch.setattr(ops.importlib, "import_module", import_module)
@@ -95,8 +101,7 @@ def test_cuda_tensors_without_kernels_are_computed_in_torch(monkeypatch: pytest.
 def test_an_old_gpu_computes_in_torch_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pretend(monkeypatch, True, "13.0", True)
-    monkeypatch.setattr(ops.importlib, "import_module", lambda name: None)
+    pretend(monkeypatch, 12060, "12.6", True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: ((8, 0), (7, 5))[index])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: ("A100", "T4")[index])
@@ -156,6 +161,6 @@ def test_an_installation_without_kernels_says_so_where_a_gpu_is(
     reason: str, says: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pretend(monkeypatch, *REASONS[reason])
-    ops.warn_of_missing_kernels()
+    assert ops.why_not_on(0)
     assert ("ringtile's CUDA kernels are not in use: not built" in caplog.text) == says
     assert ("Torch operations run instead" in caplog.text) == says

@@ -19,7 +19,7 @@ class ModuleState:
         self._attributes = [(part, dict(vars(part))) for part in module.modules()]
         self._registered = [(part._buffers, dict(part._buffers)) for part, _ in self._attributes]
         self._buffers = [(x, x._version, x.detach().clone()) for x in module.buffers() if not x.is_inference()]
-        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        captures = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
         self._random = None if captures else random_states()  # a graph that is captured forbids to read them
 
     def put_back(self) -> bool:
