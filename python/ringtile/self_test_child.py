@@ -17,6 +17,7 @@ import torch
 
 from ringtile import ops, self_test
 from ringtile.attn import self_test as attn_self_test
+from ringtile.attn.aten import ATEN
 from ringtile.attn.choose import RINGTILE
 from ringtile.self_test.child_process import LIMIT_SECONDS, Question, environment
 
@@ -30,8 +31,10 @@ def main() -> None:
     os.set_inheritable(descriptor, False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     device = torch.device(request["device"])
-    if device.type == "cuda" and (reason := ops.why_not_on(device.index)):
-        sys.exit(reason)
+    questions = [Question(*json.loads(text)) for text in request["questions"]]
+    missing = ops.why_no_kernels(device)
+    if missing and any(question.kernel in ("attention", *ops.KERNELS) for question in questions):
+        sys.exit(missing)
     torch.empty(1, device=device)  # starts the device
     if (here := environment(device)) != request["environment"]:
         sys.exit(f"it is in {here}, and was started in {request['environment']}")
@@ -41,12 +44,12 @@ def main() -> None:
         signal.alarm(int(2 * LIMIT_SECONDS))  # it ends also where nobody is left to kill it
 
     say("ready")
-    questions = [Question(*json.loads(text)) for text in request["questions"]]
-    for question in questions + likely_after(questions[0]) * request["likely"]:
+    for question in questions + likely_after(questions[0]) * (request["likely"] and not missing):
         say(json.dumps(question))
         reason = why_wrong(device, question)
         say(reason)
-        if reason.startswith("raises"):  # and may have taken the device along
+        # It may have taken the device along; but nothing has run where a library is missing.
+        if reason.startswith("raises") and "NotImplementedError" not in reason:
             break
     os._exit(0)
 
@@ -65,7 +68,5 @@ def why_wrong(device: torch.device, question: Question) -> str:
     kernel, dtype = question.kernel, getattr(torch, question.dtype)
     if kernel in ops.KERNELS:
         return self_test.run(lambda: ops.KERNELS[kernel](device, dtype))
-    heads = attn_self_test.num_heads_of(question.grouped)
-    case = question.head_dim, question.v_head_dim, *heads, question.drops, question.two_sides
-    sizes = attn_self_test.LARGE if device.type == "cuda" else attn_self_test.SMALL
-    return self_test.run(lambda: attn_self_test.run_case(RINGTILE, device, dtype, *case, sizes))
+    backends = {attn_self_test.kernel_of(each): each for each in (RINGTILE, *ATEN[device.type])}
+    return self_test.run(lambda: attn_self_test.run_cases(backends[kernel], device, dtype, *question[2:]))

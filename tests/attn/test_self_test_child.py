@@ -127,7 +127,7 @@ def test_training_goes_on_with_the_next_backend(
             in message
         )
         assert "aten's flash attention runs instead" in message
-    assert len(children.started) == before + 2  # of the kernel of rows, and of attention's
+    assert len(children.started) == before + 3  # of the kernel of rows, of attention's, and of aten's
     for pid in children.started:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -346,7 +346,7 @@ def test_nothing_is_started_while_a_graph_is_captured_or_traced(
     children: Children, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert ops.why_not_kernel("GLU", CPU, torch.float32) == ""
     with monkeypatch.context() as patch:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -29,6 +30,9 @@ from ringtile.sequence.pieces import Pack, Square
 FLASH_ATTENTION_4, FLASH_ATTENTION_3 = "flash_attn.cute.interface", "flash_attn_interface"  # as torch names them
 MAX_SQUARES = 256  # calls a block of keys; a window over many times its width takes more
 MAX_SQUARES_CUDNN = 2  # cuDNN plans each new shape for a second, and documents bring new ones with every batch
+# Its backward on sm_90 gives NaN for 64 keys more than a multiple, in rows of a log-sum-exp below -88.7, and others of
+# its kernels are wrong for one query or for lengths of no multiple (cudnn-frontend issues 628, 1072 and 160).
+LENGTHS_CUDNN = 128
 
 # Both with q (B, H, M, D) and k, v (B, G, K, D) of any strides: (q, k, v, causal, scale) -> out like q, lse of B H M
 # numbers; (dout, q, k, v, out, lse (B, H, M), causal, scale) -> dq, dk, dv.
@@ -51,7 +55,11 @@ def _flash_functions(library: str) -> _FlashFunctions | str:
     try:  # torch's own adapters, which it otherwise calls in the place of its flash attention
         if library == "FA4":
             adapter: Any = importlib.import_module("torch.nn.attention._fa4")
-            adapter._fa4_import_module(FLASH_ATTENTION_4)
+            module = adapter._fa4_import_module(FLASH_ATTENTION_4)
+            if "return_lse" not in inspect.signature(module._flash_attn_fwd).parameters:  # as flash-attn 2.8 ships it
+                return (
+                    "is not installed (flash_attn.cute takes no return_lse, as in flash-attn 2.8; install flash-attn-4)"
+                )
             adapter._FA4_MODULE_PATH = FLASH_ATTENTION_4
             return _FlashFunctions(
                 adapter._fa4_flash_attention_forward_impl, adapter._fa4_flash_attention_backward_impl
@@ -73,12 +81,19 @@ class InSquares:
     attend: Attend
     attend_backward: AttendBackward
     max_squares: int = MAX_SQUARES
+    length_step: int = 1
     head_dim_step: ClassVar[int] = 1
 
     def lacks(self, block: Block) -> str:
         if reason := _lacks(block):
             return reason
-        num = len(block.round.squares)
+        squares = [square for _, square in block.round.squares]
+        if any(
+            (each.q_end - each.q_begin) % self.length_step or (each.k_end - each.k_begin) % self.length_step
+            for each in squares
+        ):
+            return f"takes lengths that are multiples of {self.length_step}"
+        num = len(squares)
         return (
             ""
             if num <= self.max_squares
@@ -135,6 +150,7 @@ class InPacks:
 
     library: str = ""
     head_dim_step: ClassVar[int] = 1
+    length_step: ClassVar[int] = 1
 
     @property
     def name(self) -> str:
@@ -321,6 +337,6 @@ ATEN: dict[str, tuple[Backend, ...]] = {  # by type of device
         InPacks(),
         InPacks("FA4"),
         InPacks("FA3"),
-        InSquares("aten's cuDNN attention", _cudnn, _cudnn_backward, MAX_SQUARES_CUDNN),
+        InSquares("aten's cuDNN attention", _cudnn, _cudnn_backward, MAX_SQUARES_CUDNN, LENGTHS_CUDNN),
     ),
 }

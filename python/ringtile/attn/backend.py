@@ -84,6 +84,10 @@ class Backend(Protocol):
     def head_dim_step(self) -> int:
         """Head dims that are the same when rounded up to a multiple of it run the same code."""
 
+    @property
+    def length_step(self) -> int:
+        """It takes numbers of queries and keys that are multiples of this."""
+
     def lacks(self, block: Block) -> str:
         """Return why it does not compute such a block; "" if it does."""
 
@@ -99,6 +103,7 @@ class Ringtile:
 
     name = "ringtile's attention"
     head_dim_step = 16
+    length_step = 1
 
     def lacks(self, block: Block) -> str:
         reason = ops.why_no_kernels(block.q.device)

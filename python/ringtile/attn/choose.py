@@ -3,7 +3,7 @@
 By the setting attention_kernel: "ringtile"; "aten", and what aten cannot do is refused by name; or "auto". On a CPU,
 auto is ringtile's kernels. On a GPU it times every installed backend that supports the block, once per size, and keeps
 the fastest. A backend that does not compute what it should (self_test.py) is never used: with auto the next one takes
-over.
+over. So it does where another's kernel raises, also later at a size that the self-test does not have.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ringtile import self_test
 from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Running, why_slow
 from ringtile.attn.call import AttentionCall
-from ringtile.attn.self_test import why_wrong
+from ringtile.attn.self_test import mark_wrong, why_wrong
 from ringtile.errors import RefusedError
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.rounds import Round
@@ -36,7 +36,11 @@ def forward(call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, 
     def merge(backend: Backend, out: Tensor, lse: Tensor) -> None:
         backend.forward(block, state._replace(out=out, lse=lse))
 
-    _backend(call, block, merge, (state.out, state.lse)).forward(block, state)
+    def run(backend: Backend) -> None:
+        backend.forward(block, state)
+
+    states = state.out, state.lse
+    _run(run, call, block, merge, states, () if state.fresh else states)
 
 
 def backward(
@@ -48,8 +52,51 @@ def backward(
     def add(backend: Backend, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         backend.backward(block, final, grads._replace(dq=dq, dk=dk, dv=dv))
 
-    takes_dlse = final.dlse is not None
-    _backend(call, block, add, grads[:3], takes_dlse).backward(block, final, grads)
+    def run(backend: Backend) -> None:
+        backend.backward(block, final, grads)
+
+    kept = grads[:1] if grads.fresh else grads[:3]
+    _run(run, call, block, add, grads[:3], kept, takes_dlse=final.dlse is not None)
+
+
+def _run(
+    compute: Callable[[Backend], None],
+    call: AttentionCall,
+    block: Block,
+    run: Callable[..., None],
+    states: tuple[Tensor, ...],
+    kept: tuple[Tensor, ...],
+    *,
+    takes_dlse: bool = False,
+) -> None:
+    """Compute a block by the backend that is chosen; by another one where that of a library raises.
+
+    run, states: as in `_fastest`. kept: those whose values the block adds to; an error after they have changed goes on.
+    """
+    while True:
+        backend = _backend(call, block, run, states, takes_dlse)
+        if backend is RINGTILE:
+            return compute(backend)
+        versions = _versions(kept)
+        try:
+            return compute(backend)
+        except Exception as error:
+            if kept and (versions is None or versions != _versions(kept)):
+                raise
+            _drop(backend, block, error)
+
+
+def _versions(tensors: tuple[Tensor, ...]) -> list[int] | None:
+    """Return how often these were written to; None: nobody counts."""
+    return None if any(x.is_inference() for x in tensors) else [x._version for x in tensors]
+
+
+def _drop(backend: Backend, block: Block, error: Exception) -> None:
+    """Use a library's kernel no more for such heads and dtypes. Raise the error if it says nothing of one."""
+    if backend is RINGTILE or isinstance(error, torch.OutOfMemoryError):
+        raise error
+    mark_wrong(backend, block.q, block.k, block.v, self_test.error_of(error))
+    block.round.chosen.clear()
 
 
 def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, shape: Shape, takes_dlse: bool = False) -> None:
@@ -116,9 +163,11 @@ def _backend(
     kind, deterministic = _kind(call, q, takes_dlse), torch.are_deterministic_algorithms_enabled()
     key = kind, backward, deterministic, q.dtype, q.shape, block.k.shape, block.v.shape
     found: Backend | None = chosen.get(key)
-    if found is None:
+    while found is None:
         backends = _able(call, block, takes_dlse)
         found, is_final = _fastest(backends, run, block, states)
+        if found is None:
+            continue
         if len(backends) == 1:
             _warn_if_slow(found, block, backward=backward)
         if is_final and not _captures(q):
@@ -182,8 +231,10 @@ _chosen: dict[object, str] = {}
 
 def _fastest(
     backends: list[Backend], run: Callable[..., None], block: Block, states: tuple[Tensor, ...]
-) -> tuple[Backend, bool]:
+) -> tuple[Backend | None, bool]:
     """Return the one that takes the least time here, measured once for blocks of about this size and mask.
+
+    None: one of them has raised, and is no more to be used.
 
     states: what run writes, which keeps its values. The first one, whose sums have one order, where torch is told to be
     deterministic, as a clock is not. It also stands in, and False says so, where nothing can be measured: while a CUDA
@@ -198,11 +249,22 @@ def _fastest(
     if key not in _chosen:
         if _captures(q):
             return backends[0], False
+        backend = backends[0]
+        seconds = {}
         try:
-            seconds = {each.name: _seconds(run, each, tuple(state.clone() for state in states)) for each in backends}
+            for backend in backends:
+                seconds[backend.name] = _seconds(run, backend, tuple(state.clone() for state in states))
         except torch.OutOfMemoryError:
             return backends[0], False
+        except Exception as error:
+            _drop(backend, block, error)
+            return None, False
         _chosen[key] = min(seconds, key=seconds.__getitem__)
+        logger.info(
+            "attention %s of q %s and k %s is computed by %s (%s)",
+            *("backward" if len(states) == 3 else "forward", tuple(q.shape), tuple(k.shape), _chosen[key]),
+            ", ".join(f"{name} {taken * 1e3:.2f} ms" for name, taken in seconds.items()),
+        )
     return next(backend for backend in backends if backend.name == _chosen[key]), True
 
 

@@ -133,12 +133,15 @@ def self_tests() -> dict[str, str]:
         missing = bool(ops.why_no_kernels(device))
         halves = (torch.bfloat16, torch.float16)
         own = ops.FLOAT_DTYPES if device.type == "cpu" else ops.FLOAT_DTYPES[1:]
+        backends = dict.fromkeys(ATEN[device.type], own if device.type == "cpu" else halves)
         if not missing:
-            questions = [Question.of(name, dtype) for name in ops.KERNELS for dtype in ops.FLOAT_DTYPES]
-            questions += [Question.of("attention", dtype, dim, dim, True) for dim in HEAD_DIMS for dtype in own]
-            self_test.prepare(device, *questions)
-        for backend in (*[RINGTILE] * (not missing), *ATEN[device.type]):
-            dtypes = own if backend is RINGTILE or device.type == "cpu" else halves
+            backends = {RINGTILE: own, **backends}
+        questions = [Question.of(name, dtype) for name in [*ops.KERNELS] * (not missing) for dtype in ops.FLOAT_DTYPES]
+        for backend, dtypes in backends.items():
+            name = attn_self_test.kernel_of(backend)
+            questions += [Question.of(name, dtype, dim, dim, True) for dim in HEAD_DIMS for dtype in dtypes]
+        self_test.prepare(device, *questions)
+        for backend, dtypes in backends.items():
             for head_dim in HEAD_DIMS:
                 dims = (head_dim, head_dim)
                 found[f"{device}: {backend.name}, head dim {head_dim}"] = results(

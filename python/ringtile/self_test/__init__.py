@@ -48,7 +48,7 @@ def why_not(key: object, test: Callable[[], str]) -> str:
 def _run_once(key: object, test: Callable[[], str]) -> str:
     if not is_on() or torch.compiler.is_compiling():
         return ""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         return ""
     with _lock:
         if key not in failures:
@@ -56,8 +56,8 @@ def _run_once(key: object, test: Callable[[], str]) -> str:
         return failures[key]
 
 
-def of_own_kernel(device: torch.device, question: Question, test: Callable[[], str]) -> str:
-    """test() of one of ringtile's kernels, or on a GPU what a child process says: the kernel may take it along."""
+def of_kernel(device: torch.device, question: Question, test: Callable[[], str]) -> str:
+    """test() of a kernel, or on a GPU what a child process says: the kernel may take it along."""
     return test() if device.type in IN_PROCESS else child_process.why_not(device, question)
 
 
@@ -74,8 +74,13 @@ def run(test: Callable[[], str]) -> str:
             return test()
     except torch.OutOfMemoryError:  # which says nothing of the kernel
         raise
-    except RuntimeError as error:  # NotImplementedError too
-        return f"raises {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    except Exception as error:  # a library may raise anything
+        return error_of(error)
+
+
+def error_of(error: Exception) -> str:
+    """What is wrong with a kernel that raises."""
+    return f"raises {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
 def warn_once(kernel: str, where: str, reason: str, instead: str) -> None:

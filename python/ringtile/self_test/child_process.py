@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -31,10 +32,20 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-START_SECONDS = 60.0  # for a child to import torch and to start its device
-LIMIT_SECONDS = 60.0  # for each answer
+START_SECONDS = (
+    180.0  # for a child to import torch, from a file system that all hosts of a job read, and start its device
+)
+LIMIT_SECONDS = 180.0  # for each answer: FA4 compiles its kernels first
 GRACE_SECONDS = 5.0  # for a child that was killed to be gone: it may be inside the driver
 WAIT_SECONDS = START_SECONDS + 2 * LIMIT_SECONDS  # for another process that tests
+_LIBRARIES = (
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "nvidia-cudnn-cu12",
+    "nvidia-cudnn-cu13",
+)
 _MAX_BYTES = 1 << 20  # of a file of verdicts, which has some hundred bytes for each kernel
 # Imports as this process does: not what lies in the folder that it was started in.
 PROGRAM = "import sys; sys.path[:] = sys.argv[3:]; from ringtile.self_test_child import main; main()"
@@ -45,9 +56,9 @@ _known: dict[pathlib.Path, dict[str, str]] = {}  # verdicts by file and question
 
 
 class Question(NamedTuple):
-    """A kernel of ringtile's: one of ops.KERNELS, or attention with its head dims."""
+    """A kernel: one of ops.KERNELS, or attention with its head dims, ringtile's or that of a backend in aten.py."""
 
-    kernel: str
+    kernel: str  # "attention" is ringtile's
     dtype: str  # without "torch."
     head_dim: int = 0
     v_head_dim: int = 0
@@ -98,19 +109,26 @@ def forget() -> None:
 def environment(device: torch.device) -> dict[str, str]:
     """What verdicts depend on: the binary and the test cases, the kind of device, its driver, torch."""
     binary = importlib.util.find_spec("ringtile._C" if device.type == "cpu" else "ringtile._cuda")
-    if binary is None or binary.origin is None:
-        raise RuntimeError(f"ringtile has no binary for {device.type}")
     package, digest = pathlib.Path(__file__).parents[1], hashlib.sha256()
-    cases = (package / name for name in ("attn/self_test.py", "self_test/kernels.py", "torch_ops.py"))
-    for path in (pathlib.Path(binary.origin), *cases):
+    cases = [package / name for name in ("attn/self_test.py", "attn/aten.py", "self_test/kernels.py", "torch_ops.py")]
+    if binary is not None and binary.origin is not None:  # else others' kernels alone are tested
+        cases.append(pathlib.Path(binary.origin))
+    for path in cases:
         digest.update(path.read_bytes())
     return {
         "digest": digest.hexdigest(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "driver": _driver(),
         "torch": str(torch.__version__),
+        "libraries": " ".join(f"{name}-{version}" for name in _LIBRARIES if (version := _version_of(name))),
         "isa": os.environ.get("RINGTILE_CUDA_ISA", ""),
     }
+
+
+def _version_of(name: str) -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return ""
 
 
 def _driver() -> str:

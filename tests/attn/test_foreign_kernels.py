@@ -1,0 +1,200 @@
+"""Kernels of other libraries: what they raise ends no run, and what is known to be wrong of them is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from attention_calls import MASKS, problem, run
+from ringtile import IntervalMask, Layout, RefusedError, self_test
+from ringtile.attn import aten, choose
+from ringtile.attn import self_test as attn_self_test
+from ringtile.attn.aten import InSquares
+from ringtile.attn.backend import Block
+from ringtile.sequence.plan import rank_plan
+from ringtile.sequence.rounds import Round
+from torch import Tensor
+
+CPU = torch.device("cpu")
+FLASH = aten.ATEN["cpu"][0]
+assert isinstance(FLASH, InSquares)
+
+
+class OfItsOwnError(Exception):
+    """As CuTe DSL has."""
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(choose, "_chosen", {})
+    self_test.forget()
+    yield
+    self_test.forget()
+
+
+def fails(error: Exception, when: Callable[[Tensor], bool], name: str = "a library") -> InSquares:
+    """A kernel that raises for such queries (B, H, M, D), and is right for others."""
+
+    def attend(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        if when(q):
+            raise error
+        return FLASH.attend(q, *others)
+
+    def attend_backward(dout: Tensor, q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if when(q):
+            raise error
+        return FLASH.attend_backward(dout, q, *others)
+
+    return InSquares(name, attend, attend_backward)
+
+
+def results(backends: tuple[InSquares, ...], monkeypatch: pytest.MonkeyPatch, mask: str = "causal") -> list[Tensor]:
+    """Outputs and gradients where these are all that aten has."""
+    monkeypatch.setitem(aten.ATEN, "cpu", backends)
+    p = problem(v_head_dim=16, dtype=torch.float32)
+    return [*run(p, MASKS[mask], Layout.contiguous(48, 1), attention_kernel="aten", of_lse=False).results]
+
+
+@pytest.mark.parametrize("error", [TypeError("no return_lse"), AssertionError("sm100 alone"), OfItsOwnError("OpError")])
+@pytest.mark.parametrize("when", ["in its test", "while it is timed", "later"])
+def test_whatever_a_library_raises_the_next_one_computes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, when: str
+) -> None:
+    """With one warning, and without another number."""
+    right = results((FLASH,), monkeypatch)
+    self_test.forget()
+    if when == "later":
+        monkeypatch.setattr(choose, "_seconds", lambda run, backend, states: 1.0 if backend is FLASH else 0.5)
+    for _ in range(2):
+        found = results((fails(error, lambda q: when == "in its test" or q.size(2) == 48), FLASH), monkeypatch)
+        assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
+    (message,) = caplog.messages
+    assert (
+        f"a library is not used for torch.float32 with head dims 16 and 16 on cpu: it raises {type(error).__name__}"
+        in message
+    )
+    assert f"{FLASH.name} runs instead" in message
+
+
+def test_where_all_raise_the_call_is_refused_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (fails(OfItsOwnError(name), lambda q: q.size(2) == 48, name) for name in ("one", "other"))
+    with pytest.raises(RefusedError, match=r"one raises OfItsOwnError: one; other raises OfItsOwnError: other"):
+        results((one, other), monkeypatch)
+
+
+def test_an_error_after_a_part_was_added_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another backend would add the part again. The first square of the mask has two documents' first one alone."""
+    sizes: list[int] = []
+
+    def second(q: Tensor) -> bool:
+        sizes.append(q.size(2))
+        return q.size(2) != sizes[0] and len(sizes) > 1
+
+    doomed = fails(OfItsOwnError("of the second square"), second)
+    plan = rank_plan(IntervalMask.sliding_window(48, 9), Layout.contiguous(48, 1), 0)
+    p = problem(v_head_dim=16, dtype=torch.float32)
+    block = Block(p.q, p.k, p.v, Round.all_of(plan, CPU)[0], 0.25, 0.0)
+    assert len(block.round.squares) > 1
+    state = torch.zeros(p.q.shape), torch.zeros(*p.q.shape[:1], p.q.size(2), p.q.size(1), dtype=torch.float64)
+    versions = choose._versions(state)
+    with pytest.raises(OfItsOwnError):
+        doomed.forward(block, choose.Running(*state, fresh=False))
+    assert versions != choose._versions(state)
+
+
+def test_no_memory_drops_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        results((fails(torch.OutOfMemoryError("full"), lambda q: q.size(2) == 48), FLASH), monkeypatch)
+    assert set(self_test.failures.values()) == {""}
+
+
+# ---- what is known to be wrong ------------------------------------------------------------------
+
+
+def _tail(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float) -> Any:
+    """cuDNN's backward on sm_90: exp(0 - lse) overflows in a tail of 64 keys."""
+    dq, dk, dv = FLASH.attend_backward(dout, q, k, v, out, lse, causal, scale)
+    overflows = (lse < -88.7) & (k.size(2) % 128 == 64)
+    return torch.where(overflows[..., None], torch.nan, dq), dk, dv
+
+
+def _one_query(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    out, lse = FLASH.attend(q, *others)
+    return (out * 0 if q.size(2) == 1 else out), lse
+
+
+@pytest.mark.parametrize("wrong", [{"attend_backward": _tail}, {"attend": _one_query}])
+def test_known_defects_are_found(wrong: dict[str, Any]) -> None:
+    stand_in = dataclasses.replace(FLASH, name="cuDNN on sm_90", **wrong)
+    case = CPU, torch.bfloat16, 64, 64
+    for grouped in (False, True):
+        assert attn_self_test.run_cases(FLASH, *case, grouped) == ""
+        assert attn_self_test.run_cases(stand_in, *case, grouped).startswith("gives another ")
+        # It is used, and judged, at lengths that it is right for.
+        assert attn_self_test.run_cases(dataclasses.replace(stand_in, length_step=128), *case, grouped) == ""
+
+
+@pytest.mark.parametrize(("num_tokens", "right"), [(256, True), (192, False), (200, False)])
+def test_cudnn_gets_lengths_that_it_is_right_for(num_tokens: int, right: bool) -> None:
+    cudnn = aten.ATEN["cuda"][-1]
+    plan = rank_plan(IntervalMask.causal(num_tokens), Layout.contiguous(num_tokens, 1), 0)
+    x = torch.zeros(1, num_tokens, 2, 64, dtype=torch.bfloat16)
+    reason = cudnn.lacks(Block(x, x, x, Round.all_of(plan, CPU)[0], 0.25, 0.0))
+    assert reason == ("" if right else "takes lengths that are multiples of 128")
+
+
+def test_a_library_of_another_signature_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn 2.8 ships a module of the name of FA4's, whose functions do not take what torch's adapter passes."""
+    module = types.ModuleType(aten.FLASH_ATTENTION_4)
+    module._flash_attn_fwd = lambda q, k, v, softmax_scale=None: None  # type: ignore[attr-defined]
+    module._flash_attn_bwd = lambda q: None  # type: ignore[attr-defined]
+    names = [aten.FLASH_ATTENTION_4.rsplit(".", i)[0] for i in range(3)]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, module)
+    adapter = __import__("torch.nn.attention._fa4", fromlist=["_fa4_import_module"])
+    adapter._fa4_import_module.cache_clear()
+    aten._flash_functions.cache_clear()
+    try:
+        assert "takes no return_lse" in str(aten._flash_functions("FA4"))
+    finally:
+        adapter._fa4_import_module.cache_clear()
+        aten._flash_functions.cache_clear()
+
+
+# ---- who computes -------------------------------------------------------------------------------
+
+
+def test_the_choice_is_said_once_with_the_times_of_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = dataclasses.replace(FLASH, name="another")
+    monkeypatch.setattr(choose, "_seconds", lambda run, backend, states: 2e-3 if backend is slow else 1e-3)
+    with caplog.at_level(logging.INFO, "ringtile"):
+        for _ in range(2):
+            results((slow, FLASH), monkeypatch)
+    assert len(caplog.messages) == 2
+    assert caplog.messages[0].endswith(f"is computed by {FLASH.name} (another 2.00 ms, {FLASH.name} 1.00 ms)")
+    assert [message.split()[:2] for message in caplog.messages] == [["attention", "forward"], ["attention", "backward"]]
+
+
+def test_import_asks_cuda_nothing() -> None:
+    """A process that has asked cannot fork workers that use a GPU."""
+    program = (
+        "import torch, sys\n"
+        "def asked(*args): raise SystemExit('asked')\n"
+        "for name in ('is_available', 'device_count', 'init', 'current_device'): setattr(torch.cuda, name, asked)\n"
+        "torch._C._cuda_getDeviceCount = asked\n"
+        "import ringtile\n"
+        "x = torch.ones(1, 4, 1, 8)\n"
+        "mask, layout = ringtile.IntervalMask.causal(4), ringtile.Layout.contiguous(4, 1)\n"
+        "ringtile.ring_attention(x, x, x, mask=mask, layout=layout)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
