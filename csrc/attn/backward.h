@@ -33,6 +33,9 @@ typedef struct backward_scratch {
     real *dk, *dv;           // (TILE_KEYS, D padded), (TILE_KEYS, Dv padded)
     real *weights, *dscores; // (TILE_KEYS, PANEL): P (P Z), dS
     real *factors;           // (TILE_KEYS, PANEL): Z, if there is dropout
+    // For tiles, which leave q and dk without the scale, and sum dq in panels of columns: pairs of rows
+    // (TILE_ROWS / 2, D padded) and (TILE_ROWS / 2, Dv padded), and of keys (D padded, TILE_KEYS / 2).
+    real *q_pairs, *dout_pairs, *k_columns;
 } backward_scratch;
 
 static int64_t backward_scratch_bytes(const rt_attn_params *p) {
@@ -41,7 +44,7 @@ static int64_t backward_scratch_bytes(const rt_attn_params *p) {
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     const int64_t reals = TILE_ROWS * (2 * d + dv + d_words + dv_words) +
                           TILE_KEYS * (2 * d + dv + (kind == REALS ? 0 : d_words) + dv_words + 2 * PANEL) +
-                          num_factors(p);
+                          num_factors(p) + for_tiles(p, TILE_ROWS / 2 * (d + dv) + TILE_KEYS / 2 * d);
     return round_up((int64_t)sizeof(backward_scratch), 64) + reals * (int64_t)sizeof(real);
 }
 
@@ -64,6 +67,9 @@ static backward_scratch *backward_scratch_at(const rt_attn_params *p, char *work
     s->weights = attn_take(&workspace, TILE_KEYS * PANEL);
     s->dscores = attn_take(&workspace, TILE_KEYS * PANEL);
     s->factors = attn_take(&workspace, num_factors(p));
+    s->q_pairs = attn_take(&workspace, for_tiles(p, TILE_ROWS / 2 * d));
+    s->dout_pairs = attn_take(&workspace, for_tiles(p, TILE_ROWS / 2 * dv));
+    s->k_columns = attn_take(&workspace, for_tiles(p, TILE_KEYS / 2 * d));
     return s;
 }
 
@@ -90,23 +96,25 @@ static void softmax_gradient(real softcap, const real *lse, const real *lse_rest
 typedef struct panel_part {
     const rt_run *run;
     int64_t panel, begin, end;
-    const real *k, *k_words, *v_words;
-    real *dk, *dv;
+    const real *k_words, *v_words, *k_columns;
+    real *k, *dk, *dv;
 } panel_part;
 
 // The last three products over attended pairs only: a weight of 0 would not silence a masked number that is not finite.
 static void add_attended_gradients(const rt_attn_params *p, const panel_part *part, backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
+    const bool columns = input_kind(p) == TILE_PAIRS;
     for (int64_t i = 0; i < PANEL; i++) {
         const int64_t row = part->panel * PANEL + i;
         const int64_t lo = max64(part->begin, s->ranges.lo[row]), hi = min64(part->end, s->ranges.hi[row]);
+        real *dq = s->dq + part->panel * PANEL * d + (columns ? i : i * d);
         for (int64_t key = lo - part->begin; key < hi - part->begin; key++) {
             if (!key_meets_row(&s->ranges, row, part->begin + key)) continue;
             const real weight = s->weights[key * PANEL + i], dscore = s->dscores[key * PANEL + i];
             for (int64_t j = 0; j < dv; j++) part->dv[key * dv + j] += weight * s->dout[row * dv + j];
             for (int64_t j = 0; j < d; j++) {
                 part->dk[key * d + j] += dscore * s->q[row * d + j];
-                s->dq[row * d + j] += dscore * part->k[key * d + j];
+                dq[columns ? j * PANEL : j] += dscore * part->k[key * d + j];
             }
         }
     }
@@ -153,6 +161,53 @@ static void add_span_gradients(const rt_attn_params *p, const panel_part *part, 
                    .add = true});
 }
 
+// The n keys' weights and dscores rounded to bf16, in place. weights: row key holds pairs of rows, of P and then of dS;
+// dscores: row i holds keys 2 i and 2 i + 1.
+static void pair_gradients(int64_t n, real *weights, real *dscores) {
+    clear_rest(n, weights);
+    clear_rest(n, dscores);
+    for (int64_t key = 0; key < round_up(n, TILE_DEPTH); key++) {
+        const real *dscore = dscores + key * PANEL;
+        real *row = weights + key * PANEL;
+        for (int64_t j = 0; j < PANEL; j += 2 * LANES)
+            vec_store(row + j / 2, pair_neighbours(vec_load(row + j), vec_load(row + j + LANES)));
+        for (int64_t j = 0; j < PANEL; j += 2 * LANES)
+            vec_store(row + (PANEL + j) / 2, pair_neighbours(vec_load(dscore + j), vec_load(dscore + j + LANES)));
+    }
+    pair_keys(n, dscores);
+}
+
+// The same three products in tiles, of whole blocks of rows: pairs outside the span are 0.
+static void add_span_in_tiles(const rt_attn_params *p, const panel_part *part, const attn_span *at,
+                              backward_scratch *s) {
+    const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
+    const int64_t row = at->row / TILE_DEPTH * TILE_DEPTH, pairs = (part->panel * PANEL + row) / 2;
+    product of_rows = {.factor = 1,
+                       .m = at->num_keys,
+                       .depth = (round_up(at->row + at->num_rows, TILE_DEPTH) - row) / 2,
+                       .a_row = PANEL,
+                       .add = true};
+    of_rows.n = of_rows.b_row = of_rows.c_row = dv;
+    of_rows.a = s->weights + at->key * PANEL + row / 2;
+    of_rows.b = s->dout_pairs + pairs * dv, of_rows.c = part->dv + at->key * dv;
+    gemm_tiles(of_rows);
+    of_rows.n = of_rows.b_row = of_rows.c_row = d;
+    of_rows.a += PANEL / 2;
+    of_rows.b = s->q_pairs + pairs * d, of_rows.c = part->dk + at->key * d;
+    gemm_tiles(of_rows);
+    gemm_tiles((product){.factor = 1,
+                         .m = d,
+                         .n = round_up(at->num_rows, LANES),
+                         .depth = (at->num_keys + 1) / 2,
+                         .a = part->k_columns + at->key / 2,
+                         .a_row = TILE_KEYS / 2,
+                         .b = s->dscores + at->key / 2 * PANEL + at->row,
+                         .b_row = PANEL,
+                         .c = s->dq + part->panel * PANEL * d + at->row,
+                         .c_row = PANEL,
+                         .add = true});
+}
+
 static void backward_panel(const rt_attn_params *p, const query_tile *queries, const panel_part *part, bool keys_finite,
                            backward_scratch *s) {
     const int64_t panel = part->panel, begin = part->begin, end = part->end;
@@ -162,7 +217,7 @@ static void backward_panel(const rt_attn_params *p, const query_tile *queries, c
     const bool full = panel_is_full(&s->ranges, panel, begin, end);
 
     attn_span spans[MAX_SPANS];
-    const int64_t num_spans = find_spans(&s->ranges, queries, panel, begin, end, spans);
+    const int64_t num_spans = find_spans(&s->ranges, queries, panel, begin, end, span_block(kind), spans);
     for (int64_t i = 0; i < num_spans; i++) {
         const attn_span at = spans[i];
         score_span(p, &at, part->k_words, s->q_panels + rows * d_words, s->weights); // S^T
@@ -189,20 +244,27 @@ static void backward_panel(const rt_attn_params *p, const query_tile *queries, c
         mask_panel(&s->ranges, panel, begin, end, 0, s->weights);
         mask_panel(&s->ranges, panel, begin, end, 0, s->dscores);
         if (!keys_finite || !s->finite[panel]) {
+            if (kind == TILE_PAIRS)
+                pack_keys(p, queries, REALS, input_k(p), part->run->local_begin + begin, n, part->k);
             add_attended_gradients(p, part, s);
             return;
         }
     }
+    if (kind == TILE_PAIRS) {
+        pair_gradients(n, s->weights, s->dscores);
+        for (int64_t i = 0; i < num_spans; i++) add_span_in_tiles(p, part, &spans[i], s);
+        return;
+    }
     for (int64_t i = 0; i < num_spans; i++) add_span_gradients(p, part, &spans[i], s);
 }
 
-// Adds n packed rows to the gradient of one kv head, at rows first_row ...
+// Adds factor times n packed rows to the gradient of one kv head, at rows first_row ...
 static void add_key_rows(const query_tile *queries, const int64_t stride[3], int64_t dim, int64_t first_row, int64_t n,
-                         const real *rows, void *gradient) {
+                         real factor, const real *rows, void *gradient) {
     const int64_t padded = round_up(dim, LANES);
     real *to = (real *)gradient + queries->batch * stride[0] + queries->kv_head * stride[2] + first_row * stride[1];
     for (int64_t i = 0; i < n; i++)
-        for (int64_t j = 0; j < dim; j++) to[i * stride[1] + j] += rows[i * padded + j];
+        for (int64_t j = 0; j < dim; j++) to[i * stride[1] + j] += factor * rows[i * padded + j];
 }
 
 // ---- turns -------------------------------------------------------------------------------------
@@ -237,10 +299,11 @@ static void backward_tile(const rt_attn_params *p, const query_tile *queries, co
     pass_keys(t, keys_before + tile_begin);
     for (int64_t panel = 0; panel < queries->num_panels; panel++) {
         int64_t begin, end;
-        if (!panel_keys(&s->ranges, panel, tile_begin, tile_end, &begin, &end)) continue;
+        if (!panel_keys(&s->ranges, panel, tile_begin, tile_end, panel_block(kind), &begin, &end)) continue;
         if (!packed) {
-            keys_finite = pack_keys(p, queries, REALS, input_k(p), first_row, n, s->k);
+            if (kind != TILE_PAIRS) keys_finite = pack_keys(p, queries, REALS, input_k(p), first_row, n, s->k);
             if (kind != REALS) pack_keys(p, queries, kind, input_k(p), first_row, n, s->k_words);
+            if (kind == TILE_PAIRS) keys_finite = pair_columns(s->k_words, n, d, d_words, s->k, s->k_columns);
             pack_keys(p, queries, kind, input_v(p), first_row, n, s->v_words);
             memset(s->dk, 0, (size_t)(n * d) * sizeof(real));
             memset(s->dv, 0, (size_t)(n * dv) * sizeof(real));
@@ -254,14 +317,16 @@ static void backward_tile(const rt_attn_params *p, const query_tile *queries, co
                                  .k = s->k + key * d,
                                  .k_words = s->k_words + key * d_words,
                                  .v_words = s->v_words + key * dv_words,
+                                 .k_columns = s->k_columns + key / 2,
                                  .dk = s->dk + key * d,
                                  .dv = s->dv + key * dv};
         backward_panel(p, queries, &part, keys_finite, s);
     }
     if (!packed) return;
     wait_for_turn(t, keys_before + tile_end);
-    add_key_rows(queries, p->dk_stride, p->head_dim, first_row, n, s->dk, p->dk);
-    add_key_rows(queries, p->dv_stride, p->v_head_dim, first_row, n, s->dv, p->dv);
+    add_key_rows(queries, p->dk_stride, p->head_dim, first_row, n, kind == TILE_PAIRS ? (real)p->scale : 1, s->dk,
+                 p->dk);
+    add_key_rows(queries, p->dv_stride, p->v_head_dim, first_row, n, 1, s->dv, p->dv);
 }
 
 static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t *progress, char *workspace) {
@@ -276,15 +341,21 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
         real *q = s->q + panel * PANEL * d, *dout = s->dout + panel * PANEL * dv;
         s->finite[panel] = pack_queries(p, &queries, REALS, input_q(p), panel, q);
         s->finite[panel] &= pack_queries(p, &queries, REALS, input_dout(p), panel, dout);
-        for (int64_t i = 0; i < PANEL * d; i += LANES) vec_store(q + i, vec_load(q + i) * (real)p->scale);
+        if (kind != TILE_PAIRS)
+            for (int64_t i = 0; i < PANEL * d; i += LANES) vec_store(q + i, vec_load(q + i) * (real)p->scale);
         if (kind != REALS) { // k_words and v_words are free until the first tile of keys
             pack_queries(p, &queries, kind, input_q(p), panel, s->k_words);
             pack_queries(p, &queries, kind, input_dout(p), panel, s->v_words);
             q = s->k_words, dout = s->v_words;
         }
-        transpose_panel(q, d_words, s->q_panels + panel * PANEL * d_words);
-        transpose_panel(dout, dv_words, s->dout_panels + panel * PANEL * dv_words);
+        transpose(q, PANEL, d_words, s->q_panels + panel * PANEL * d_words, PANEL);
+        transpose(dout, PANEL, dv_words, s->dout_panels + panel * PANEL * dv_words, PANEL);
+        if (kind == TILE_PAIRS) {
+            pair_rows(q, PANEL, d, d_words, s->q_pairs + panel * PANEL / 2 * d);
+            pair_rows(dout, PANEL, dv, dv_words, s->dout_pairs + panel * PANEL / 2 * dv);
+        }
     }
+    if (kind == TILE_PAIRS) tile_configure();
     if (drops(p)) find_dropout_rows(p, &queries, &s->dropout);
     for (int64_t row = 0; row < queries.num_panels * PANEL; row++) {
         const int64_t at =
@@ -305,6 +376,10 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
             backward_tile(p, &queries, run, keys_before, begin, min64(begin + TILE_KEYS, s->ranges.last), &t, s);
     }
     pass_keys(&t, INT64_MAX);
+    if (kind == TILE_PAIRS) {
+        tile_release();
+        for (int64_t panel = 0; panel < queries.num_panels; panel++) turn_panel(d, s->dq + panel * PANEL * d, s->k);
+    }
 
     for (int64_t row = 0; row < queries.num_rows; row++) {
         real *dq = (real *)p->dq + queries.batch * p->dq_stride[0] + row_token(&queries, row) * p->dq_stride[1] +

@@ -11,15 +11,17 @@ typedef struct forward_scratch {
     dropout_rows dropout;
     real max[TILE_ROWS], sum[TILE_ROWS], rescale[TILE_ROWS]; // of each row's scores so far
     real *q_panels; // (TILE_PANELS, D, PANEL) scaled; pairs are (TILE_PANELS, D / 2, PANEL) and not scaled
-    real *out;      // (TILE_ROWS, Dv padded): sum of weights times values, relative to max
-    real *k, *v;    // (TILE_KEYS, words of D), (TILE_KEYS, Dv padded)
-    real *weights;  // (TILE_KEYS, PANEL): scores, then exp(scores - max)
-    real *factors;  // (TILE_KEYS, PANEL) of dropout, if there is any
+    real *out;   // (TILE_ROWS, Dv padded): sum of weights times values, relative to max; in panels of columns for tiles
+    real *k, *v; // (TILE_KEYS, words of D), (TILE_KEYS, Dv padded)
+    real *v_words, *v_columns; // for tiles: (TILE_KEYS, words of Dv), (Dv padded, TILE_KEYS / 2)
+    real *weights;             // (TILE_KEYS, PANEL): scores, then exp(scores - max)
+    real *factors;             // (TILE_KEYS, PANEL) of dropout, if there is any
 } forward_scratch;
 
 static int64_t forward_scratch_bytes(const rt_attn_params *p) {
     const int64_t d = row_words(input_kind(p), p->head_dim), dv = round_up(p->v_head_dim, LANES);
-    const int64_t reals = TILE_ROWS * d + TILE_ROWS * dv + TILE_KEYS * (d + dv + PANEL) + num_factors(p);
+    const int64_t reals = TILE_ROWS * d + TILE_ROWS * dv + TILE_KEYS * (d + dv + PANEL) + num_factors(p) +
+                          for_tiles(p, TILE_KEYS * row_words(TILE_PAIRS, p->v_head_dim) + TILE_KEYS / 2 * dv);
     return round_up((int64_t)sizeof(forward_scratch), 64) + reals * (int64_t)sizeof(real);
 }
 
@@ -31,6 +33,8 @@ static forward_scratch *forward_scratch_at(const rt_attn_params *p, char *worksp
     s->out = attn_take(&workspace, TILE_ROWS * dv);
     s->k = attn_take(&workspace, TILE_KEYS * d);
     s->v = attn_take(&workspace, TILE_KEYS * dv);
+    s->v_words = attn_take(&workspace, for_tiles(p, TILE_KEYS * row_words(TILE_PAIRS, p->v_head_dim)));
+    s->v_columns = attn_take(&workspace, for_tiles(p, TILE_KEYS / 2 * dv));
     s->weights = attn_take(&workspace, TILE_KEYS * PANEL);
     s->factors = attn_take(&workspace, num_factors(p));
     return s;
@@ -80,19 +84,50 @@ static void scale_rows(const real *factors, int64_t num_rows, int64_t width, rea
     }
 }
 
+// The same of columns (width, PANEL).
+static void scale_columns(const real *factors, int64_t width, real *columns) {
+    vec factor[PANEL_VECS];
+    vec_bits all = ~(vec_bits){0};
+    for (int j = 0; j < PANEL_VECS; j++) factor[j] = vec_load(factors + j * LANES), all &= factor[j] == 1;
+    bool is_one = true;
+    for (int l = 0; l < LANES; l++) is_one &= all[l] != 0;
+    for (int64_t i = 0; i < width && !is_one; i++)
+        for (int j = 0; j < PANEL_VECS; j++) {
+            real *at = columns + i * PANEL + j * LANES;
+            vec_store(at, vec_load(at) * factor[j]);
+        }
+}
+
 // out[row] += weights[key, row] * v[key] over attended keys only: a weight of 0 would not silence a masked value that
-// is not finite.
+// is not finite. Element j of a row is out[row * out_row + j * out_col].
 static void add_attended_values(const key_ranges *ranges, int64_t panel, int64_t begin, int64_t end,
-                                const real *weights, const real *v, int64_t width, real *out) {
+                                const real *weights, const real *v, int64_t width, real *out, int64_t out_row,
+                                int64_t out_col) {
     for (int64_t row = 0; row < PANEL; row++) {
         const int64_t lo = max64(begin, ranges->lo[panel * PANEL + row]),
                       hi = min64(end, ranges->hi[panel * PANEL + row]);
         for (int64_t key = lo; key < hi; key++) {
             if (!key_meets_row(ranges, panel * PANEL + row, key)) continue;
             for (int64_t j = 0; j < width; j++)
-                out[row * width + j] += weights[(key - begin) * PANEL + row] * v[(key - begin) * width + j];
+                out[row * out_row + j * out_col] += weights[(key - begin) * PANEL + row] * v[(key - begin) * width + j];
         }
     }
+}
+
+// out (Dv, PANEL) += v^T weights, of pairs of keys.
+static void add_values_in_tiles(const attn_span *at, int64_t dv, const real *v_columns, const real *weights,
+                                real *out) {
+    gemm_tiles((product){.factor = 1,
+                         .m = dv,
+                         .n = round_up(at->num_rows, LANES),
+                         .depth = (at->num_keys + 1) / 2,
+                         .a = v_columns + at->key / 2,
+                         .a_row = TILE_KEYS / 2,
+                         .b = weights + at->key / 2 * PANEL + at->row,
+                         .b_row = PANEL,
+                         .c = out + at->row,
+                         .c_row = PANEL,
+                         .add = true});
 }
 
 // The query tile against keys [tile_begin, tile_end) of the run.
@@ -103,19 +138,25 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
     bool packed = false, v_finite = true;
     for (int64_t panel = 0; panel < queries->num_panels; panel++) {
         int64_t begin, end;
-        if (!panel_keys(&s->ranges, panel, tile_begin, tile_end, &begin, &end)) continue;
+        if (!panel_keys(&s->ranges, panel, tile_begin, tile_end, panel_block(kind), &begin, &end)) continue;
         if (!packed) {
             const int64_t first_row = run->local_begin + tile_begin, n = tile_end - tile_begin;
             pack_keys(p, queries, kind, input_k(p), first_row, n, s->k);
-            v_finite = pack_keys(p, queries, REALS, input_v(p), first_row, n, s->v);
+            if (kind == TILE_PAIRS) {
+                pack_keys(p, queries, kind, input_v(p), first_row, n, s->v_words);
+                v_finite = pair_columns(s->v_words, n, dv, row_words(kind, p->v_head_dim), s->v, s->v_columns);
+            } else {
+                v_finite = pack_keys(p, queries, REALS, input_v(p), first_row, n, s->v);
+            }
             packed = true;
         }
         const bool full = panel_is_full(&s->ranges, panel, begin, end);
-        const real *k = s->k + (begin - tile_begin) * d, *v = s->v + (begin - tile_begin) * dv;
+        const real *k = s->k + (begin - tile_begin) * d;
+        real *v = s->v + (begin - tile_begin) * dv;
         real *out = s->out + panel * PANEL * dv;
         const int64_t n = end - begin, rows = panel * PANEL;
         attn_span spans[MAX_SPANS];
-        const int64_t num_spans = find_spans(&s->ranges, queries, panel, begin, end, spans);
+        const int64_t num_spans = find_spans(&s->ranges, queries, panel, begin, end, span_block(kind), spans);
         for (int64_t i = 0; i < num_spans; i++) score_span(p, &spans[i], k, s->q_panels + rows * d, s->weights);
         if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
         if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
@@ -124,9 +165,20 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
             dropout_panel(p, &s->dropout, run, panel, begin, end, s->factors);
             multiply_panel(n, s->factors, s->weights);
         }
-        scale_rows(s->rescale + rows, PANEL, dv, out);
+        if (kind == TILE_PAIRS)
+            scale_columns(s->rescale + rows, dv, out);
+        else
+            scale_rows(s->rescale + rows, PANEL, dv, out);
         if (!full && !v_finite) {
-            add_attended_values(&s->ranges, panel, begin, end, s->weights, v, dv, out);
+            if (kind == TILE_PAIRS) pack_keys(p, queries, REALS, input_v(p), run->local_begin + begin, n, v);
+            add_attended_values(&s->ranges, panel, begin, end, s->weights, v, dv, out, kind == TILE_PAIRS ? 1 : dv,
+                                kind == TILE_PAIRS ? PANEL : 1);
+            continue;
+        }
+        if (kind == TILE_PAIRS) {
+            pair_keys(n, s->weights);
+            for (int64_t i = 0; i < num_spans; i++)
+                add_values_in_tiles(&spans[i], dv, s->v_columns + (begin - tile_begin) / 2, s->weights, out);
             continue;
         }
         for (int64_t i = 0; i < num_spans; i++) { // out += weights v
@@ -198,8 +250,9 @@ static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace)
         pack_queries(p, &queries, kind, input_q(p), panel, s->k);
         if (kind == REALS)
             for (int64_t i = 0; i < PANEL * d; i += LANES) vec_store(s->k + i, vec_load(s->k + i) * (real)p->scale);
-        transpose_panel(s->k, d, s->q_panels + panel * PANEL * d);
+        transpose(s->k, PANEL, d, s->q_panels + panel * PANEL * d, PANEL);
     }
+    if (kind == TILE_PAIRS) tile_configure();
     if (drops(p)) find_dropout_rows(p, &queries, &s->dropout);
     for (int64_t row = 0; row < queries.num_panels * PANEL; row++) s->max[row] = -(real)INFINITY, s->sum[row] = 0;
     memset(s->out, 0, (size_t)(queries.num_panels * PANEL * dv) * sizeof(real));
@@ -210,6 +263,10 @@ static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace)
         find_ranges(p, &queries, run, &s->ranges);
         for (int64_t begin = s->ranges.first; begin < s->ranges.last; begin += TILE_KEYS)
             forward_tile(p, &queries, run, begin, min64(begin + TILE_KEYS, s->ranges.last), s);
+    }
+    if (kind == TILE_PAIRS) {
+        tile_release();
+        for (int64_t panel = 0; panel < queries.num_panels; panel++) turn_panel(dv, s->out + panel * PANEL * dv, s->v);
     }
     for (int64_t row = 0; row < queries.num_rows; row++) {
         merge_row(p, &queries, row, s);

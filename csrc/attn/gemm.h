@@ -4,6 +4,7 @@
 #define RINGTILE_ATTN_GEMM_H
 
 #include "register_tile.h"
+#include "tile.h"
 
 #ifdef RT_BF16_PAIRS
 #include <immintrin.h>
@@ -15,8 +16,9 @@ enum { SUM_LEN = 32 };
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
-// The contents of a word of a and b, which is as large as a real: one number, or two bf16, neighbours along the depth.
-typedef enum word_kind { REALS, BF16_PAIRS } word_kind;
+// The contents of a word of a and b, which is as large as a real: one number, or two bf16, neighbours along the depth,
+// multiplied in vectors or in tiles.
+typedef enum word_kind { REALS, BF16_PAIRS, TILE_PAIRS } word_kind;
 
 // c (m, n) = factor * a (m, depth) b (depth, n), added to c if `add`. a is read at a[i * a_row + k * a_col]; rows of b
 // and c have unit stride. n is a multiple of LANES, depth counts words.
@@ -150,11 +152,74 @@ static void gemm(product p) {
     gemm_words(p);
 }
 
+#ifdef RT_TILES
+
+// Up to two by two tiles of c, which four tiles of a and b serve at each step.
+static void gemm_square(const product *p, const real *a, const real *b, real *c, bool two_rows, bool two_cols) {
+    const int64_t word = sizeof(real), a_bytes = p->a_row * word, b_bytes = p->b_row * word, c_bytes = p->c_row * word;
+    const real *lower_a = a + TILE_SIDE * p->a_row;
+    real *lower_c = c + TILE_SIDE * p->c_row;
+    if (p->add) {
+        tile_load(0, c, c_bytes);
+        if (two_cols) tile_load(1, c + TILE_SIDE, c_bytes);
+        if (two_rows) tile_load(2, lower_c, c_bytes);
+        if (two_rows && two_cols) tile_load(3, lower_c + TILE_SIDE, c_bytes);
+    } else {
+        tile_zero(0);
+        tile_zero(1);
+        tile_zero(2);
+        tile_zero(3);
+    }
+    for (int64_t k = 0; k < p->depth; k += TILE_SIDE, b += TILE_SIDE * p->b_row) {
+        tile_load(4, a + k, a_bytes);
+        tile_load(6, b, b_bytes);
+        tile_dot_bf16(0, 4, 6);
+        if (two_cols) {
+            tile_load(7, b + TILE_SIDE, b_bytes);
+            tile_dot_bf16(1, 4, 7);
+        }
+        if (two_rows) {
+            tile_load(5, lower_a + k, a_bytes);
+            tile_dot_bf16(2, 5, 6);
+            if (two_cols) tile_dot_bf16(3, 5, 7);
+        }
+    }
+    tile_store(0, c, c_bytes);
+    if (two_cols) tile_store(1, c + TILE_SIDE, c_bytes);
+    if (two_rows) tile_store(2, lower_c, c_bytes);
+    if (two_rows && two_cols) tile_store(3, lower_c + TILE_SIDE, c_bytes);
+}
+
+#endif
+
+// A product of pairs in tiles, each element in one running sum. It computes whole tiles: rows of c up to a multiple of
+// TILE_SIDE are written, and a or b is zero in the words up to one along the depth, where the other is finite.
+static void gemm_tiles(product p) {
+#ifdef RT_TILES
+    tile_fence();
+    for (int64_t i = 0; i < p.m; i += 2 * TILE_SIDE)
+        for (int64_t j = 0; j < p.n; j += 2 * TILE_SIDE)
+            gemm_square(&p, p.a + i * p.a_row, p.b + j, p.c + i * p.c_row + j, p.m - i > TILE_SIDE,
+                        p.n - j > TILE_SIDE);
+    for (int64_t i = 0; i < p.m && p.factor != 1; i++)
+        for (int64_t j = 0; j < p.n; j += LANES) {
+            real *to = p.c + i * p.c_row + j;
+            vec_store(to, vec_load(to) * p.factor);
+        }
+#else
+    (void)p;
+#endif
+}
+
 // A product of packed inputs into panels: a has unit column stride, b and c are (rows, PANEL). Numbers have factor 1.
 static void gemm_inputs(product p) {
     p.a_col = 1;
     p.b_row = p.c_row = PANEL;
     p.add = false;
+    if (p.kind == TILE_PAIRS) {
+        gemm_tiles(p);
+        return;
+    }
 #ifdef RT_BF16_PAIRS
     if (p.kind == BF16_PAIRS) {
         gemm_words(p);

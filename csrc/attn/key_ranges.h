@@ -5,7 +5,7 @@
 #include "query_tile.h"
 
 enum {
-    SPAN_KEYS = 8, // spans begin and end at multiples of it, so that none is too thin for a matrix product
+    SPAN_KEYS = 8, // spans of numbers and pairs begin and end at multiples of it; none is too thin for a matrix product
     MAX_SPANS = 2 * PANEL_VECS + 1,
 };
 
@@ -128,9 +128,9 @@ static inline bool key_meets_row(const key_ranges *ranges, int64_t row, int64_t 
            (ranges->key_begin[key] <= ranges->position[row] && ranges->position[row] < ranges->key_end[key]);
 }
 
-// Narrows the tile's keys to the part [*begin, *end) that a panel has to look at; false if its rows attend none.
-static bool panel_keys(const key_ranges *ranges, int64_t panel, int64_t tile_begin, int64_t tile_end, int64_t *begin,
-                       int64_t *end) {
+// Narrows the tile's keys to the part [*begin, *end) that the rows of a panel attend; false if there is none.
+static bool attended_keys(const key_ranges *ranges, int64_t panel, int64_t tile_begin, int64_t tile_end, int64_t *begin,
+                          int64_t *end) {
     *begin = max64(tile_begin, ranges->begin[panel]);
     *end = min64(tile_end, ranges->end[panel]);
     if (*begin >= *end) return false;
@@ -141,6 +141,16 @@ static bool panel_keys(const key_ranges *ranges, int64_t panel, int64_t tile_beg
     while (*begin < *end && !key_meets_panel(ranges, panel, *begin)) ++*begin;
     while (*begin < *end && !key_meets_panel(ranges, panel, *end - 1)) --*end;
     return *begin < *end;
+}
+
+// The part [*begin, *end) of the tile's keys that a panel has to look at, which begins and ends at a multiple of
+// `block` from the tile's first key, or at its end; false if there is none.
+static bool panel_keys(const key_ranges *ranges, int64_t panel, int64_t tile_begin, int64_t tile_end, int64_t block,
+                       int64_t *begin, int64_t *end) {
+    if (!attended_keys(ranges, panel, tile_begin, tile_end, begin, end)) return false;
+    *begin = tile_begin + (*begin - tile_begin) / block * block;
+    *end = min64(tile_begin + round_up(*end - tile_begin, block), tile_end);
+    return true;
 }
 
 // Whether every row of the panel attends all of [begin, end), so that nothing needs masking.
@@ -160,8 +170,9 @@ typedef struct attn_span {
 } attn_span;
 
 // Splits the panel's keys [begin, end) into spans, in order, and returns how many; pairs outside all spans are masked.
+// A span begins at a multiple of `block` keys, and ends at one or at the end.
 static int64_t find_spans(const key_ranges *ranges, const query_tile *queries, int64_t panel, int64_t begin,
-                          int64_t end, attn_span spans[MAX_SPANS]) {
+                          int64_t end, int64_t block, attn_span spans[MAX_SPANS]) {
     int64_t count = 0;
     for (int64_t key = begin, next = end; key < end; key = next, next = end) {
         int64_t first = PANEL_VECS, last = -1;
@@ -169,8 +180,8 @@ static int64_t find_spans(const key_ranges *ranges, const query_tile *queries, i
             const int64_t vec_begin = max64(ranges->vec_begin[panel][j], begin);
             const int64_t vec_end = min64(ranges->vec_end[panel][j], end);
             if (vec_begin >= vec_end) continue;
-            const int64_t from = begin + (vec_begin - begin) / SPAN_KEYS * SPAN_KEYS;
-            const int64_t to = min64(begin + round_up(vec_end - begin, SPAN_KEYS), end);
+            const int64_t from = begin + (vec_begin - begin) / block * block;
+            const int64_t to = min64(begin + round_up(vec_end - begin, block), end);
             if (key < from) next = min64(next, from);
             if (key < from || key >= to) continue;
             next = min64(next, to);

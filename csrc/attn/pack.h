@@ -21,16 +21,21 @@ static inline attn_input input_dout(const rt_attn_params *p) {
 }
 
 // The words in which k q^T and v dout^T, the products of two inputs, read them: pairs of bf16 as they are where the CPU
-// multiplies such pairs, else numbers widened to the math type. vdpbf16ps takes subnormal inputs as 0 and flushes
+// multiplies such pairs, else numbers widened to the math type. Such products take subnormal inputs as 0 and flush
 // subnormal sums to 0, in any floating-point mode: an input x below 2^-126 times y is an error of |x y| in the sum.
 static inline word_kind input_kind(const rt_attn_params *p) {
-#ifdef RT_BF16_PAIRS
+#if defined(RT_TILES)
+    if (p->dtype == RT_BF16) return TILE_PAIRS;
+#elif defined(RT_BF16_PAIRS)
     if (p->dtype == RT_BF16) return BF16_PAIRS;
 #else
     (void)p;
 #endif
     return REALS;
 }
+
+// Numbers of scratch that tiles alone take.
+static inline int64_t for_tiles(const rt_attn_params *p, int64_t n) { return input_kind(p) == TILE_PAIRS ? n : 0; }
 
 // Words that `dim` numbers take.
 static inline int64_t num_words(word_kind kind, int64_t dim) { return kind == REALS ? dim : (dim + 1) / 2; }
@@ -42,7 +47,7 @@ static inline int64_t row_words(word_kind kind, int64_t dim) { return round_up(n
 // Pairs are copied unseen: they leave *check alone.
 ALWAYS_INLINE void pack_row(word_kind kind, rt_dtype dtype, const void *array, int64_t offset, int64_t n,
                             int64_t padded, real *to, vec *check) {
-    if (kind == BF16_PAIRS) {
+    if (kind != REALS) {
         // The zeros also cover the half word that an odd n leaves.
         memset(to + n / 2, 0, (size_t)(padded - n / 2) * sizeof(real));
         memcpy(to, (const uint16_t *)array + offset, (size_t)n * sizeof(uint16_t));
@@ -65,7 +70,8 @@ ALWAYS_INLINE void pack_row(word_kind kind, rt_dtype dtype, const void *array, i
 static inline bool is_zero(vec check) { return vec_reduce_sum(check) == 0; }
 
 // Packs rows first_row .. first_row + n - 1 of the tile's kv head of k or v as (n, padded). Returns whether all numbers
-// are finite. Rows often begin a new page, which the hardware does not prefetch across.
+// are finite. Rows often begin a new page, which the hardware does not prefetch across. For tiles, zeros follow up to a
+// multiple of TILE_DEPTH rows.
 static bool pack_keys(const rt_attn_params *p, const query_tile *queries, word_kind kind, attn_input x,
                       int64_t first_row, int64_t n, real *to) {
     enum { ROWS_AHEAD = 6 };
@@ -78,6 +84,7 @@ static bool pack_keys(const rt_attn_params *p, const query_tile *queries, word_k
         for (int64_t byte = 0; byte < x.dim * element_bytes; byte += 64) __builtin_prefetch(ahead + byte);
         pack_row(kind, p->dtype, x.array, base + i * x.stride[1], x.dim, padded, to + i * padded, &check);
     }
+    if (kind == TILE_PAIRS) memset(to + n * padded, 0, (size_t)((round_up(n, TILE_DEPTH) - n) * padded) * sizeof(real));
     return is_zero(check);
 }
 
@@ -115,11 +122,48 @@ static void transpose_square(const real *from, int64_t from_row, real *to, int64
     for (int i = 0; i < LANES; i++) vec_store(to + i * to_row, rows[i]);
 }
 
-// to (padded, PANEL) = rows (PANEL, padded) transposed.
-static void transpose_panel(const real *rows, int64_t padded, real *to) {
-    for (int64_t d = 0; d < padded; d += LANES)
-        for (int64_t i = 0; i < PANEL; i += LANES)
-            transpose_square(rows + i * padded + d, padded, to + d * PANEL + i, PANEL);
+// to (width, to_row) = rows (num_rows, width) transposed; both numbers are multiples of LANES.
+static void transpose(const real *rows, int64_t num_rows, int64_t width, real *to, int64_t to_row) {
+    for (int64_t d = 0; d < width; d += LANES)
+        for (int64_t i = 0; i < num_rows; i += LANES)
+            transpose_square(rows + i * width + d, width, to + d * to_row + i, to_row);
+}
+
+// Tiles sum into panels of columns (width, PANEL). These become rows (PANEL, width), by way of a buffer as large.
+static void turn_panel(int64_t width, real *columns, real *buffer) {
+    transpose(columns, width, PANEL, buffer, width);
+    memcpy(columns, buffer, (size_t)(PANEL * width) * sizeof(real));
+}
+
+// to (num_rows / 2, width), words: column j of rows 2 i and 2 i + 1 of rows of bf16, packed as (num_rows, row_words).
+// Returns whether all numbers are finite.
+static bool pair_rows(const real *rows, int64_t num_rows, int64_t width, int64_t row_words, real *restrict to) {
+    vec check = vec_set(0);
+    for (int64_t i = 0; i < num_rows; i += 2, to += width) {
+        const char *even = (const char *)(rows + i * row_words), *odd = even + row_words * (int64_t)sizeof(real);
+        for (int64_t j = 0; j < width; j++) {
+            uint16_t low, high;
+            memcpy(&low, even + 2 * j, sizeof(low));
+            memcpy(&high, odd + 2 * j, sizeof(high));
+            const real_bits word = (real_bits)(low | (uint32_t)high << 16);
+            memcpy(to + j, &word, sizeof(word));
+        }
+        for (int64_t j = 0; j < width; j += LANES) {
+            const vec_bits words = (vec_bits)vec_load(to + j);
+            check += (vec)(words << 16) * 0;
+            check += (vec)(words >> 16 << 16) * 0;
+        }
+    }
+    return is_zero(check);
+}
+
+// to (width, TILE_KEYS / 2), words: the same of n keys, transposed, for products that sum over keys; `pairs` is a
+// buffer of TILE_KEYS / 2 rows.
+static bool pair_columns(const real *rows, int64_t n, int64_t width, int64_t row_words, real *pairs, real *to) {
+    const int64_t padded = round_up(n, TILE_DEPTH);
+    const bool finite = pair_rows(rows, padded, width, row_words, pairs);
+    transpose(pairs, padded / 2, width, to, TILE_KEYS / 2);
+    return finite;
 }
 
 // Takes n numbers off a worker's workspace; n is a multiple of TILE_ROWS or TILE_KEYS, so arrays start on cache lines.

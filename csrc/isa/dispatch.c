@@ -1,4 +1,5 @@
 // Chooses the instruction set, once. Nothing else in csrc/ reads the environment.
+#define _DEFAULT_SOURCE // syscall
 #include "../arrays.h"
 #include "../dtype.h"
 #include "kernels.h"
@@ -6,6 +7,12 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+
+#if defined(RT_HAS_AMX) && !defined(RT_TILE_MODEL)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 const char *rt_isa_name(rt_isa isa) {
     switch (isa) {
@@ -17,11 +24,39 @@ const char *rt_isa_name(rt_isa isa) {
         return "avx512";
     case RT_ISA_AVX512_BF16:
         return "avx512_bf16";
+    case RT_ISA_AMX_BF16:
+        return "amx_bf16";
     }
     return "unknown";
 }
 
+rt_isa rt_last_isa(void) {
+#ifdef RT_HAS_AMX
+    return RT_ISA_AMX_BF16;
+#else
+    return RT_ISA_AVX512_BF16;
+#endif
+}
+
+// Whether the CPU has tiles of bf16, and Linux (5.16 on) lets this process use them, for which it has to be asked.
+static bool may_use_amx(void) {
+#if defined(RT_TILE_MODEL)
+    return true;
+#elif defined(RT_HAS_AMX)
+    enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_BF16) && (d & AMX_TILE) &&
+           syscall(SYS_arch_prctl, REQ_XCOMP_PERM, XTILEDATA) == 0;
+#else
+    return false;
+#endif
+}
+
 bool rt_cpu_has(rt_isa isa) {
+    if (isa == RT_ISA_AMX_BF16 && !may_use_amx()) return false;
+#ifdef RT_TILE_MODEL
+    if (isa == RT_ISA_AMX_BF16) return true;
+#endif
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -35,6 +70,7 @@ bool rt_cpu_has(rt_isa isa) {
     case RT_ISA_AVX512:
         return avx512;
     case RT_ISA_AVX512_BF16:
+    case RT_ISA_AMX_BF16:
         return avx512 && __builtin_cpu_supports("avx512bf16");
     }
 #endif
@@ -43,7 +79,7 @@ bool rt_cpu_has(rt_isa isa) {
 
 static rt_status choose(rt_isa *isa) {
     const char *asked = getenv("RINGTILE_CPU_ISA");
-    for (int candidate = RT_ISA_AVX512_BF16; candidate >= RT_ISA_GENERIC; candidate--) {
+    for (int candidate = RT_ISA_AMX_BF16; candidate >= RT_ISA_GENERIC; candidate--) {
         *isa = (rt_isa)candidate;
         if (asked == NULL || *asked == 0) {
             if (rt_cpu_has(*isa)) return RT_OK;
@@ -80,6 +116,9 @@ rt_status rt_kernels_for(rt_dtype dtype, const rt_kernels **kernels) {
     if (isa == RT_ISA_AVX2) *kernels = &rt_kernels_avx2;
     if (isa == RT_ISA_AVX512) *kernels = &rt_kernels_avx512;
     if (isa == RT_ISA_AVX512_BF16) *kernels = &rt_kernels_avx512_bf16;
+#endif
+#ifdef RT_HAS_AMX
+    if (isa == RT_ISA_AMX_BF16) *kernels = &rt_kernels_amx_bf16;
 #endif
     if (dtype == RT_F64) *kernels = &rt_kernels_f64;
     return RT_OK;

@@ -4,6 +4,7 @@
 
 #include "../ringtile.h"
 #include "../scan/chunks.h"
+#include "target.h"
 
 // Forward: dprod, dgate and dup are NULL. Backward, in place: dgate, dup and prod are the arrays gate, up and dprod.
 typedef struct rt_glu_arrays {
@@ -61,6 +62,9 @@ rt_status rt_kernels_for(rt_dtype dtype, const rt_kernels **kernels);
 extern const rt_kernels rt_kernels_f64, rt_kernels_generic;
 #if defined(__x86_64__)
 extern const rt_kernels rt_kernels_avx2, rt_kernels_avx512, rt_kernels_avx512_bf16;
+#endif
+#ifdef RT_HAS_AMX
+extern const rt_kernels rt_kernels_amx_bf16;
 #endif
 
 #endif // RINGTILE_ISA_KERNELS_H

@@ -12,4 +12,13 @@
 #define RT_TARGET_END
 #endif
 
+// Whether the kernels of AMX are compiled: this compiler knows the instructions, or tests name a model of them.
+#if defined(RT_TILE_MODEL)
+#define RT_HAS_AMX 1
+#elif defined(__x86_64__) && defined(__linux__) && defined(__has_include)
+#if __has_include(<amxbf16intrin.h>)
+#define RT_HAS_AMX 1
+#endif
+#endif
+
 #endif // RINGTILE_ISA_TARGET_H

@@ -41,8 +41,9 @@ extern "C" {
     X(RT_CAPACITY, "the output array is too small")                                                                    \
     X(RT_WORKSPACE, "the workspace is NULL, not 64-byte aligned, or smaller than its *_bytes function "                \
                     "returns")                                                                                         \
-    X(RT_BAD_ISA, "RINGTILE_CPU_ISA must be generic, avx2, avx512 or avx512_bf16")                                     \
-    X(RT_ISA_MISSING, "this CPU lacks the instruction set that RINGTILE_CPU_ISA asks for")                             \
+    X(RT_BAD_ISA, "RINGTILE_CPU_ISA must be generic, avx2, avx512, avx512_bf16 or amx_bf16")                           \
+    X(RT_ISA_MISSING, "this CPU, its operating system or this build lacks the instruction set that RINGTILE_CPU_ISA "  \
+                      "asks for")                                                                                      \
     X(RT_BAD_CUDA_ISA, "RINGTILE_CUDA_ISA must be sm_80, or sm_90a on a GPU of compute capability 9.0")                \
     X(RT_CUDA, "the CUDA runtime refused to start a kernel")
 
@@ -65,13 +66,14 @@ typedef struct rt_parallel {
     int64_t num_workers;
 } rt_parallel;
 
-typedef enum rt_isa { RT_ISA_GENERIC, RT_ISA_AVX2, RT_ISA_AVX512, RT_ISA_AVX512_BF16 } rt_isa;
+typedef enum rt_isa { RT_ISA_GENERIC, RT_ISA_AVX2, RT_ISA_AVX512, RT_ISA_AVX512_BF16, RT_ISA_AMX_BF16 } rt_isa;
 
 // The instruction set of every kernel: the one that RINGTILE_CPU_ISA names, else the best of this CPU. Chosen once, at
 // the first call; thread-safe.
 //   RT_BAD_ISA, RT_ISA_MISSING (the variable's value is wrong), RT_BAD_POINTER; *isa is not written then
 rt_status rt_cpu_isa(rt_isa *isa);
-const char *rt_isa_name(rt_isa isa); // "generic", "avx2", "avx512", "avx512_bf16"
+const char *rt_isa_name(rt_isa isa); // "generic", "avx2", "avx512", "avx512_bf16", "amx_bf16"
+rt_isa rt_last_isa(void);            // of this build: a compiler without AMX leaves amx_bf16 out
 
 #ifdef __cplusplus
 }

@@ -294,8 +294,9 @@ int ringtile_add_constants(PyObject *module) {
                                                      {"MAX_RUNS_WITHOUT_TABLE", RT_CUDA_MAX_RUNS}};
     for (const auto &[name, number] : numbers)
         if (PyModule_AddIntConstant(module, name, number) != 0) return -1;
-    PyObject *isas = Py_BuildValue("(ssss)", rt_isa_name(RT_ISA_GENERIC), rt_isa_name(RT_ISA_AVX2),
-                                   rt_isa_name(RT_ISA_AVX512), rt_isa_name(RT_ISA_AVX512_BF16));
+    PyObject *isas = Py_BuildValue(rt_last_isa() == RT_ISA_AMX_BF16 ? "(sssss)" : "(ssss)", rt_isa_name(RT_ISA_GENERIC),
+                                   rt_isa_name(RT_ISA_AVX2), rt_isa_name(RT_ISA_AVX512),
+                                   rt_isa_name(RT_ISA_AVX512_BF16), rt_isa_name(RT_ISA_AMX_BF16));
     PyObject *kinds = Py_BuildValue("{s:i,s:i,s:i,s:i}", "silu", RT_GLU_SILU, "gelu", RT_GLU_GELU, "gelu_tanh",
                                     RT_GLU_GELU_TANH, "relu", RT_GLU_RELU);
     const bool added = isas != nullptr && kinds != nullptr && PyModule_AddObjectRef(module, "ISA_NAMES", isas) == 0 &&

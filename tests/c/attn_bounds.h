@@ -66,7 +66,7 @@ typedef struct attended_query {
 //   relative = d score + u |score - top| (the differences telescope over the tiles) + 4 u (an exp and its product) for
 //              each tile with a higher maximum, and for the weight itself
 //   d out    = sum of weight relative (|v| + |out|) + 2 (terms of a sum) u sum of weight |v|
-// With dropout, v is the value times its factor, which costs two more roundings.
+// With dropout, v is the value times its factor, which costs two more roundings; weights may be rounded as well.
 //   d lse    = sum of weight relative + (terms of a sum) u + 2 u (|top| + |lse|)
 // A merge with the earlier state is a convex combination: it keeps the errors of both and adds those of its share,
 // (d lse + 20 u) max |v|, and those of the larger lse.
@@ -76,7 +76,7 @@ static inline void query_bounds(const attn_case *c, double u, int64_t num_calls,
     pair_score *scores = must_alloc((size_t)n * sizeof(*scores));
     double top = -INFINITY, sum = 0, dlse = 0;
     double *weights = must_alloc((size_t)n * sizeof(*weights)), *factors = must_alloc((size_t)n * sizeof(*factors));
-    const double roundings = c->p.dropout > 0 ? 2 * u : 0;
+    const double roundings = (c->p.dropout > 0 ? 2 * u : 0) + c->weight_roundoff;
     for (int64_t j = 0; j < n; j++) {
         scores[j] = score_of(c, u, b, token, head, rows[j]);
         top = fmax(top, scores[j].score);
@@ -150,6 +150,7 @@ static inline void pair_bounds(const attn_case *c, double u, int64_t b, int64_t 
     const double weight = exp(s.score - lse), relative = s.error + u * (fabs(s.score - lse) + 4);
     if (weight == 0) return;
     const double factor = dropout_factor(c, b, token, head, row), roundings = p->dropout > 0 ? 2 * u : 0;
+    const double rounded = c->weight_roundoff; // P in dv, dS in dq and dk
     double dweight = 0, magnitude = fabs(delta);
     for (int64_t d = 0; d < p->v_head_dim; d++) {
         const double dout = get(&c->x[DOUT], b, token, head, d),
@@ -157,13 +158,13 @@ static inline void pair_bounds(const attn_case *c, double u, int64_t b, int64_t 
         dweight += term;
         magnitude += fabs(term);
         add(&bounds->x[DV], b, row, kv_head, d,
-            factor * weight * fabs(dout) * (relative + roundings + query_terms * u));
+            factor * weight * fabs(dout) * (relative + roundings + rounded + query_terms * u));
     }
     const double tanh_x = p->softcap > 0 ? s.score / p->softcap : 0, slope = 1 - tanh_x * tanh_x;
     const double dslope = p->softcap > 0 ? 2 * fabs(tanh_x) * s.error / p->softcap + 3 * u : 0;
     const double g = fabs(dweight - delta), dg = ((double)(p->v_head_dim + 2) * u + roundings) * magnitude;
     const double dscore = weight * g * slope;
-    const double error = dscore * (relative + 3 * u) + weight * slope * dg + weight * g * dslope;
+    const double error = dscore * (relative + rounded + 3 * u) + weight * slope * dg + weight * g * dslope;
     for (int64_t d = 0; d < p->head_dim; d++) {
         const double q = fabs(p->scale * get(&c->x[Q], b, token, head, d));
         const double k = fabs(p->scale * get(&c->x[K], b, row, kv_head, d));

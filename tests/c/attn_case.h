@@ -98,7 +98,15 @@ typedef struct attn_case {
     int32_t *begin, *end, *key_begin, *key_end; // the last two NULL in a mask with one side
     rt_run *runs;                               // (2 MAX_RUNS)
     int64_t *dropout_rows, *q_positions;        // NULL where nothing reads them
+    double weight_roundoff;                     // of weights and their gradients before they are multiplied
 } attn_case;
+
+// Tiles multiply bf16, to which they round P and dS; vectors keep them.
+static inline double weight_roundoff(rt_dtype dtype) {
+    rt_isa isa = RT_ISA_GENERIC;
+    rt_cpu_isa(&isa);
+    return dtype == RT_BF16 && isa == RT_ISA_AMX_BF16 ? 0x1p-8 : 0;
+}
 
 typedef struct attn_shape {
     rt_dtype dtype;
@@ -220,7 +228,8 @@ static inline attn_case new_case(uint64_t *state, attn_shape s, mask_kind mask, 
                          .num_heads = s.num_kv_heads * s.group,
                          .num_kv_heads = s.num_kv_heads,
                          .head_dim = s.head_dim,
-                         .v_head_dim = s.v_head_dim}};
+                         .v_head_dim = s.v_head_dim},
+                   .weight_roundoff = weight_roundoff(s.dtype)};
     rt_attn_params *p = &c.p;
     p->scale = 1 / sqrt((double)s.head_dim);
     c.runs = must_alloc(2 * MAX_RUNS * sizeof(*c.runs));

@@ -1,0 +1,73 @@
+// The words of csrc/attn/tile.h in plain C, for any CPU: what Intel's manual says of AMX, step by step. All numbers are
+// those of the instruction, but the payload of a NaN, and the side of 0 to which a product of two normal numbers below
+// 2^-126 rounds. It says nothing of speed, nor of what the processor does where its manual is wrong.
+//
+// Every use of a thread must lie between tile_configure and tile_release, or the program ends.
+#ifndef RINGTILE_TESTS_TILE_MODEL_H
+#define RINGTILE_TESTS_TILE_MODEL_H
+
+#include "../../csrc/half.h"
+
+#include <stdlib.h>
+
+typedef struct model_tile {
+    uint32_t word[16][16];
+} model_tile;
+
+static _Thread_local struct {
+    bool usable;
+    model_tile tile[8];
+} model;
+
+static inline model_tile *model_at(int t) {
+    if (!model.usable) abort();
+    return &model.tile[t];
+}
+
+static inline void tile_fence(void) {}
+
+static inline void tile_configure(void) {
+    if (model.usable) abort();
+    memset(&model, 0, sizeof(model));
+    model.usable = true;
+}
+
+static inline void tile_release(void) {
+    if (!model.usable) abort();
+    model.usable = false;
+}
+
+static inline void tile_zero(int t) { memset(model_at(t), 0, sizeof(model_tile)); }
+
+static inline void tile_load(int t, const void *from, int64_t row_bytes) {
+    for (int i = 0; i < 16; i++) memcpy(model_at(t)->word[i], (const char *)from + i * row_bytes, 64);
+}
+
+static inline void tile_store(int t, void *to, int64_t row_bytes) {
+    for (int i = 0; i < 16; i++) memcpy((char *)to + i * row_bytes, model_at(t)->word[i], 64);
+}
+
+static inline float model_flush(float x) { return fabsf(x) < FLT_MIN ? copysignf(0, x) : x; }
+
+static inline void tile_dot_bf16(int c_tile, int a_tile, int b_tile) {
+    const model_tile *a = model_at(a_tile), *b = model_at(b_tile);
+    model_tile *c = model_at(c_tile);
+    float b_half[2][16][16];
+    for (int half = 0; half < 2; half++)
+        for (int k = 0; k < 16; k++)
+            for (int n = 0; n < 16; n++)
+                b_half[half][k][n] = model_flush(bf16_to_f32((uint16_t)(b->word[k][n] >> 16 * half)));
+    for (int m = 0; m < 16; m++) {
+        float sum[2][16] = {{0}}, row[16];
+        for (int k = 0; k < 16; k++)
+            for (int half = 0; half < 2; half++) {
+                const float a_half = model_flush(bf16_to_f32((uint16_t)(a->word[m][k] >> 16 * half)));
+                for (int n = 0; n < 16; n++) sum[half][n] = model_flush(fmaf(a_half, b_half[half][k][n], sum[half][n]));
+            }
+        memcpy(row, c->word[m], sizeof(row));
+        for (int n = 0; n < 16; n++) row[n] = model_flush(model_flush(row[n]) + model_flush(sum[0][n] + sum[1][n]));
+        memcpy(c->word[m], row, sizeof(row));
+    }
+}
+
+#endif // RINGTILE_TESTS_TILE_MODEL_H
