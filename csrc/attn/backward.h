@@ -164,9 +164,7 @@ static void add_span_gradients(const rt_attn_params *p, const panel_part *part, 
 // The n keys' weights and dscores rounded to bf16, in place. weights: row key holds pairs of rows, of P and then of dS;
 // dscores: row i holds keys 2 i and 2 i + 1.
 static void pair_gradients(int64_t n, real *weights, real *dscores) {
-    clear_rest(n, weights);
-    clear_rest(n, dscores);
-    for (int64_t key = 0; key < round_up(n, TILE_DEPTH); key++) {
+    for (int64_t key = 0; key < n; key++) {
         const real *dscore = dscores + key * PANEL;
         real *row = weights + key * PANEL;
         for (int64_t j = 0; j < PANEL; j += 2 * LANES)

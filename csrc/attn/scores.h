@@ -10,16 +10,12 @@
 static inline int64_t panel_block(word_kind kind) { return kind == TILE_PAIRS ? TILE_DEPTH : 1; }
 static inline int64_t span_block(word_kind kind) { return kind == TILE_PAIRS ? TILE_DEPTH : SPAN_KEYS; }
 
-// What tiles read beyond n keys of a panel up to a whole block: weights of 0.
-static void clear_rest(int64_t n, real *weights) {
-    memset(weights + n * PANEL, 0, (size_t)((round_up(n, TILE_DEPTH) - n) * PANEL) * sizeof(real));
-}
-
-// weights (n keys, PANEL) become pairs of keys (n / 2, PANEL), rounded to bf16.
+// weights (n keys, PANEL) become pairs of keys (n / 2, PANEL), rounded to bf16; beyond n, a whole block is 0.
 static void pair_keys(int64_t n, real *weights) {
-    clear_rest(n, weights);
+    const int64_t padded = round_up(n, TILE_DEPTH);
+    memset(weights + n * PANEL, 0, (size_t)((padded - n) * PANEL) * sizeof(real));
     real *to = weights;
-    for (int64_t key = 0; key < round_up(n, TILE_DEPTH); key += 2)
+    for (int64_t key = 0; key < padded; key += 2)
         for (int64_t j = 0; j < PANEL; j += LANES, to += LANES)
             vec_store(to, pair_lanes(vec_load(weights + key * PANEL + j), vec_load(weights + (key + 1) * PANEL + j)));
 }

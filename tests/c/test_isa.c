@@ -52,6 +52,8 @@ int main(void) {
         CHECK(status == RT_ISA_MISSING || (status == RT_OK && before == RT_OK));
         before = status;
     }
+    CHECK_STATUS(status_when_asked("amx_bf16"), RT_OK); // by the model, which runs on any CPU
+    CHECK(rt_last_isa() == RT_ISA_AMX_BF16);
     CHECK(strcmp(rt_isa_name((rt_isa)99), "unknown") == 0);
     return check_finish();
 }
