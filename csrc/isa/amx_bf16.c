@@ -11,5 +11,8 @@ RT_TARGET(RT_AVX512 ",avx512bf16,amx-tile,amx-bf16")
 RT_TARGET_END
 #endif
 #else
+#ifdef __x86_64__
+#pragma message("ringtile is built without amx_bf16: this compiler lacks AMX, which GCC has from version 11 on")
+#endif
 typedef int rt_no_amx_bf16; // ISO C forbids an empty translation unit
 #endif

@@ -122,6 +122,17 @@ def cpu_isa() -> str:
         raise BuildError(str(error).splitlines()[0]) from error
 
 
+@functools.cache
+def why_no_amx() -> str:
+    """Return why attention here does not use the CPU's tiles of bfloat16; "" if it may, or the CPU has none."""
+    if "amx_bf16" in ISA_NAMES or not torch.cpu._is_amx_tile_supported():
+        return ""
+    return (
+        "not built: this CPU has AMX, but the compiler that built ringtile has not; build it with GCC >= 11 or "
+        "Clang >= 12"
+    )
+
+
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of running outputs, log-sum-exps and gradients: float64 for float64 inputs, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -18,13 +18,25 @@ from attention_calls import FLOAT64_TOLERANCE, MASKS, Problem, assert_close, pro
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Attention, dense_gradients
-from ringtile import Config, ConfigError, InputError, IntervalMask, Layout, LoopbackWorld, RefusedError, ring_attention
+from ringtile import (
+    AttentionDropout,
+    Config,
+    ConfigError,
+    InputError,
+    IntervalMask,
+    Layout,
+    LoopbackWorld,
+    RefusedError,
+    ops,
+    ring_attention,
+)
 from ringtile import self_test as checks
 from ringtile.attn import aten
 from ringtile.attn import choose as block
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block, Final, Gradients, Ringtile
+from ringtile.cli import doctor
 from ringtile.sequence.pieces import Piece, find_pieces, packs, squares
 from ringtile.sequence.plan import rank_plan
 from ringtile.sequence.rounds import Round
@@ -153,6 +165,31 @@ def test_auto_is_ringtile_on_a_cpu() -> None:
     p, layout = problem(v_head_dim=16, dtype=torch.float32), Layout.zigzag(48, 2)
     one, other = (run_ring(p, MASKS["window"], layout, kernel) for kernel in ("auto", "ringtile"))
     assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
+def test_auto_is_aten_in_bfloat16_where_amx_is_not_built(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """aten has it then; it lacks dropout, and other dtypes have no tiles."""
+    layout = Layout.contiguous(48, 1)
+    monkeypatch.setattr("ringtile.ops.why_no_amx", lambda: "not built: as a test says")
+    for dtype, options, chosen in (
+        (torch.bfloat16, {}, "aten"),
+        (torch.bfloat16, {"dropout": AttentionDropout(0.5, torch.tensor([0]), seed=1)}, "ringtile"),
+        (torch.float16, {}, "ringtile"),
+    ):
+        p = problem(v_head_dim=16, dtype=dtype)
+        one, other = (run_ring(p, MASKS["causal"], layout, kernel, **options) for kernel in ("auto", chosen))
+        assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+    assert block._chosen == {}  # without a clock: all ranks and all runs alike
+
+
+def test_a_build_without_amx_is_named_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = ops.why_no_amx.__wrapped__
+    for names, has, said in (((), True, True), ((), False, False), (("amx_bf16",), True, False)):
+        monkeypatch.setattr(ops, "ISA_NAMES", ("generic", "avx2", "avx512", "avx512_bf16", *names))
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=has: has)
+        assert bool(why()) == said
+    monkeypatch.setattr(ops, "why_no_amx", lambda: "not built")
+    assert doctor.kernels()["amx"] == "not built; attention_kernel auto takes aten's in bfloat16"
 
 
 def test_where_several_may_run_the_faster_is_measured_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
 """Who computes a block of keys: ringtile's kernels, or one of aten's.
 
 By the setting attention_kernel: "ringtile"; "aten", and what aten cannot do is refused by name; or "auto". On a CPU,
-auto is ringtile's kernels. On a GPU it times every installed backend that supports the block, once per size, and keeps
-the fastest. A backend that does not compute what it should (self_test.py) is never used: with auto the next one takes
-over. So it does where another's kernel raises, also later at a size that the self-test does not have.
+auto is ringtile's kernels; in bfloat16 aten's, which use AMX, where the CPU has it and ringtile's build has not. On a
+GPU it times every installed backend that supports the block, once per size, and keeps the fastest. A backend that
+does not compute what it should (self_test.py) is never used: with auto the next one takes over. So it does where
+another's kernel raises, also later at a size that the self-test does not have.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
-from ringtile import self_test
+from ringtile import ops, self_test
 from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Running, why_slow
 from ringtile.attn.call import AttentionCall
@@ -139,7 +140,9 @@ def _captures(q: Tensor) -> bool:
 
 def _is_ringtiles(call: AttentionCall, q: Tensor) -> bool:
     """Return whether nobody else is asked if ringtile's kernels are right."""
-    return call.attention_kernel == "ringtile" or (call.attention_kernel == "auto" and not q.is_cuda)
+    if call.attention_kernel == "auto" and not q.is_cuda:
+        return not (q.dtype == torch.bfloat16 and ops.why_no_amx())
+    return call.attention_kernel == "ringtile"
 
 
 _NO_DLSE = "takes no gradient of the log-sum-exp (return_lse)"
@@ -200,7 +203,7 @@ def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[B
         else:
             able.append(backend)
     if able and not wrong:
-        return able
+        return able[-1:] if not q.is_cuda and ops.why_no_amx() else able
     where = f"{q.dtype} with head dims {q.size(3)} and {v.size(3)} on {q.device}"
     if not able:
         setting, said = call.attention_kernel, "; ".join(f"{name} {why}" for name, why in (unable | wrong).items())

@@ -86,6 +86,8 @@ def kernels() -> dict[str, Any]:
         found["binary"] = ops._C.__file__
         found["cuda"] = cuda(ops)
         found["isa"] = found["best_isa"] = ops.cpu_isa()
+        if reason := ops.why_no_amx():
+            found["amx"] = f"{reason}; attention_kernel auto takes aten's in bfloat16"
     except BuildError as error:
         found["error"] = str(error)
     if environment.reported()["RINGTILE_CPU_ISA"] is not None:  # a process chooses once, so another process is asked

@@ -248,7 +248,7 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """
     if device_type(device) != "cpu" or dtype == ops.state_dtype(dtype):
         return dtype
-    return dtype if dtype == torch.bfloat16 and ops.cpu_isa() == "avx512_bf16" else torch.float32
+    return dtype if dtype == torch.bfloat16 and ops.cpu_isa() in ("avx512_bf16", "amx_bf16") else torch.float32
 
 
 @dataclass(frozen=True)

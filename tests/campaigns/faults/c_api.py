@@ -11,7 +11,7 @@ import subprocess
 from .counts import Counts
 
 ROOT = pathlib.Path(__file__).parents[3]
-ISAS = ("generic", "avx2", "avx512", "avx512_bf16")
+ISAS = ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 SECONDS = 900  # a program that takes longer hangs
 
 
