@@ -19,6 +19,7 @@ from ringtile.errors import ConfigError
 from ringtile.planner.sizes import parse_tokens
 
 from benchmarks.measure import MAX_WAITED, PASSES, copy_bytes_per_s, machine
+from benchmarks.peak import on_tiles
 from benchmarks.rows import DTYPES, Comparison, Measured, Row
 from tools import command
 
@@ -112,8 +113,11 @@ def measure(args: argparse.Namespace) -> Outcome:
     if not report["rows"]:
         reasons = "; ".join(skipped) or "no backend that was asked for has these cases"
         raise ConfigError(f"nothing was measured: {reasons}; expected a case that a --backend can compute")
-    peak = statistics.median(row["flops"] / row["median_s"] / row["fraction_of_peak"] for row in report["rows"])
+    of_tiles = [row for row in report["rows"] if device == "cpu" and on_tiles(row.get("dtype", ""))]
+    peak = peak_of([row for row in report["rows"] if row not in of_tiles] or of_tiles)
     report["machine"] |= {"peak_flops_per_s": peak, "skipped": skipped}
+    if of_tiles:
+        report["machine"]["tile_flops_per_s"] = peak_of(of_tiles)
     for name, value in report["machine"].items():
         print(f"{name}: {value}")
     if args.plot:
@@ -124,6 +128,11 @@ def measure(args: argparse.Namespace) -> Outcome:
     for row in wrong:
         print(f"{row['case']}: {row['bytes_moved']} bytes moved, expected {row['plan_bytes']} as planned")
     return Outcome(int(bool(wrong)), report)
+
+
+def peak_of(rows: list[Row]) -> float:
+    """The peak that the rows are fractions of, in flops per second."""
+    return float(statistics.median(row["flops"] / row["median_s"] / row["fraction_of_peak"] for row in rows))
 
 
 def chosen(args: argparse.Namespace, subject: Any) -> list[Comparison]:

@@ -89,7 +89,7 @@ def compare(
     backend's bytes by pass, measured in another process, because this one keeps the peak and the heap of all of them.
     """
     right = exact()
-    peak = MatmulPeak() if device == "cuda" else Peak()
+    peak = MatmulPeak() if device == "cuda" else Peak(getattr(cost.workload, "dtype", "float32"))
     samplers: dict[str, Sampler] = {"peak": partial(mean_sample, peak.run)}
     untimed: dict[str, Untimed] = {}
     skipped = {}

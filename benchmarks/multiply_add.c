@@ -2,6 +2,26 @@
 // register tile of one instruction set: RT_ISA is its header in csrc/isa.
 #include RT_ISA
 #include "attn/register_tile.h"
+#include "attn/tile.h"
+
+#ifdef RT_TILES // the peak of bf16 where AMX multiplies it
+
+int64_t flops_per_iteration(void) { return 4 * 2 * TILE_SIDE * TILE_SIDE * TILE_DEPTH; }
+
+// The same of the unit of tiles: the kernels' two by two sums, from registers alone, of zeros.
+double multiply_add(int64_t iterations) {
+    tile_configure();
+    for (int64_t n = 0; n < iterations; n++) {
+        tile_dot_bf16(0, 4, 6);
+        tile_dot_bf16(1, 4, 7);
+        tile_dot_bf16(2, 5, 6);
+        tile_dot_bf16(3, 5, 7);
+    }
+    tile_release();
+    return 0;
+}
+
+#else
 
 int64_t flops_per_iteration(void) { return 2 * GEMM_ROWS * PANEL; }
 
@@ -25,3 +45,5 @@ double multiply_add(int64_t iterations) {
         for (int j = 0; j < PANEL_VECS; j++) total += sum[i][j];
     return vec_reduce_sum(total);
 }
+
+#endif

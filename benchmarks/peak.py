@@ -1,4 +1,4 @@
-"""The float32 multiply-add peak of a CPU: the loop of multiply_add.c, compiled for the kernels' instruction set."""
+"""The multiply-add peak of a CPU, of float32 or of tiles: multiply_add.c, compiled for the kernels' instruction set."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from ringtile.errors import MissingPackageError
 from benchmarks import measure
 
 SOURCE = Path(__file__).with_name("multiply_add.c")
-HEADERS = {"avx512_bf16": "avx512"}  # bfloat16 adds no f32 instruction
+HEADERS = {"avx512_bf16": "avx512", "amx_bf16": "avx512"}  # bfloat16 adds no f32 instruction
 
 
 class Peak:
     """The peak of torch's threads, as a candidate that takes turns with the others.
 
     It uses the instruction set of the kernels, and runs long enough that waking the threads does not count.
+    dtype: of what is multiplied.
     """
 
-    def __init__(self) -> None:
-        self.library = compiled(ops.cpu_isa())
+    def __init__(self, dtype: str = "float32") -> None:
+        self.library = compiled(ops.cpu_isa(), on_tiles(dtype))
         self.iterations = 1 << 18  # a millisecond or more: a shorter run may be nothing but waiting for a core
         while min(self.run()["peak"] for _ in range(2)) < measure.SAMPLE_SECONDS:
             self.iterations *= 2
@@ -43,13 +44,19 @@ class Peak:
         return {"peak": seconds}
 
 
+def on_tiles(dtype: str) -> bool:
+    """Return whether this CPU multiplies matrices of a dtype in tiles."""
+    return dtype == "bfloat16" and ops.cpu_isa() == "amx_bf16"
+
+
 @functools.cache
-def compiled(isa: str) -> ctypes.CDLL:
-    """Return the loop for one of `ops.ISA_NAMES`. MissingPackageError: there is no C compiler."""
+def compiled(isa: str, tiles: bool = False) -> ctypes.CDLL:
+    """Return the loop for one of `ops.ISA_NAMES`, or for tiles. MissingPackageError: there is no C compiler."""
     header = f'"isa/{HEADERS.get(isa, isa)}.h"'
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "peak.so"
         command = [os.environ.get("CC", "cc"), "-std=gnu17", "-O3", "-march=native", "-shared", "-fPIC"]
+        command += ["-DRT_TILES", "-mamx-tile", "-mamx-bf16"] if tiles else []
         command += [f"-DRT_ISA={header}", "-I", str(SOURCE.parents[1] / "csrc"), str(SOURCE), "-o", str(path)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)

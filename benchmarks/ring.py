@@ -335,7 +335,7 @@ def measure_comparison(comparison: Comparison, repeats: int, rank: int) -> Measu
     if workload.device == "cuda":
         peak = MatmulPeak()
     else:
-        peak = Peak()
+        peak = Peak(workload.dtype)
         peak.iterations = int(reduced([peak.iterations], dist.ReduceOp.MAX)[0])
     samplers: dict[str, Sampler] = {"peak": partial(sample_together, peak.run)}
     locals_: dict[str, LocalAttention] = {}

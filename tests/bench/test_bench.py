@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from oracle import dense_gradients
 from pool import CONTEXT, run_ranks
+from ringtile import ops
 from ringtile.errors import ConfigError
 from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
@@ -29,7 +30,7 @@ from benchmarks.measure import (
     take_turns,
     waited_seconds,
 )
-from benchmarks.peak import Peak
+from benchmarks.peak import Peak, compiled
 
 ROW_KEYS = {
     *("case", "dtype", "seq_len", "head_dim", "num_heads", "num_kv_heads", "world_size", "device", "threads", "scheme"),
@@ -189,6 +190,8 @@ def test_peak_counts_what_its_threads_do() -> None:
     torch.set_num_threads(2)
     peak.run()
     assert peak.flops == 2 * alone > 0
+    if "amx_bf16" in ops.ISA_NAMES:  # tiles run nowhere else than on AMX, and compile anywhere
+        assert compiled("amx_bf16", tiles=True).flops_per_iteration() == 4 * 2 * 16 * 16 * 32
 
 
 # ---- the command --------------------------------------------------------------------------------
