@@ -42,8 +42,7 @@ extern "C" {
     X(RT_WORKSPACE, "the workspace is NULL, not 64-byte aligned, or smaller than its *_bytes function "                \
                     "returns")                                                                                         \
     X(RT_BAD_ISA, "RINGTILE_CPU_ISA must be generic, avx2, avx512, avx512_bf16 or amx_bf16")                           \
-    X(RT_ISA_MISSING, "this CPU, its operating system or this build lacks the instruction set that RINGTILE_CPU_ISA "  \
-                      "asks for")                                                                                      \
+    X(RT_ISA_MISSING, "this CPU, its system or this build lacks what RINGTILE_CPU_ISA asks for")                       \
     X(RT_BAD_CUDA_ISA, "RINGTILE_CUDA_ISA must be sm_80, or sm_90a on a GPU of compute capability 9.0")                \
     X(RT_CUDA, "the CUDA runtime refused to start a kernel")
 
