@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".c", ".h", ".cpp", ".cu", ".cuh"}
 CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folders
     "benchmarks": (15, 2480),
-    "csrc": (82, 8430),
+    "csrc": (84, 8850),
     "cuda": (45, 4660),
     "python/ringtile": (18, 2500),
     "python/ringtile/attn": (11, 2110),
@@ -31,7 +31,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests": (9, 1270),
     "tests/bench": (4, 680),
     "tests/attn": (23, 4970),
-    "tests/c": (27, 7230),
+    "tests/c": (29, 7430),
     "tests/campaigns": (21, 4820),
     "tests/cli": (13, 2450),
     "tests/emulator": (26, 4610),
