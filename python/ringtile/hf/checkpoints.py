@@ -14,7 +14,6 @@ import logging
 import os
 import pathlib
 import shutil
-import stat
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
@@ -31,7 +30,6 @@ from ringtile.hf.peers import Peers, of_a_collective
 MANIFEST = "ringtile_manifest.json"
 _DRAFT = f"{MANIFEST}.new"
 _VERSION = 2
-_MAX_BYTES = 1 << 26  # of a manifest: room for half a million files
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +172,7 @@ def damage_of(folder: pathlib.Path) -> str | None:
             return "its training ended while it was being saved or deleted"
         # Of all files of a checkpoint, transformers writes this one last.
         return None if (folder / TRAINER_STATE_NAME).exists() else f"{TRAINER_STATE_NAME} is missing"
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not readable"
 
 
@@ -246,17 +244,10 @@ def _write_manifest(folder: pathlib.Path, files: Mapping[str, int]) -> None:
 
 
 def _read_manifest(folder: pathlib.Path) -> dict[str, int]:
-    """Sizes in bytes by name. Raises FileNotFoundError, OSError, RecursionError or ValueError."""
-    path = folder / MANIFEST
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode) or found.st_size > _MAX_BYTES:  # a FIFO would be waited for
-        raise ValueError(f"{path} is no file of a manifest's size")
-    manifest = json.loads(path.read_text(encoding="ascii"))
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or TRAINER_STATE_NAME not in files:  # without it, transformers does not resume
-        raise ValueError(f"{path} does not list {TRAINER_STATE_NAME}")
-    if not all(type(size) is int for size in files.values()):
-        raise ValueError(f"{path} has a size that is no number of bytes")
+    """Sizes in bytes by name. Raises FileNotFoundError, or another error where it is no manifest."""
+    files: dict[str, int] = json.loads((folder / MANIFEST).read_text(encoding="ascii"))["files"]
+    if TRAINER_STATE_NAME not in files:  # without it, transformers does not resume
+        raise ValueError(f"{folder / MANIFEST} does not list {TRAINER_STATE_NAME}")
     return files
 
 
