@@ -57,7 +57,7 @@ class Section(BaseModel):
 
 
 class Config(Section):
-    """Selects what `ringtile.enable` turns on. The defaults change nothing.
+    """Selects what `ringtile.enable` turns on. The defaults ask for nothing, and nothing is replaced.
 
     ConfigError, naming the key: it is unknown, has a wrong type or value, or contradicts another key.
     """
@@ -79,6 +79,13 @@ class Config(Section):
     log_metrics: bool = False  # speed, bytes, waiting, memory in the Trainer's log: ringtile/hf/metrics.py
     first_batch_check: bool = True  # compare the ranks with one process on the first batch: ringtile/hf/first_batch.py
     timeout_seconds: float = Field(default=600.0, gt=0, le=1e9, allow_inf_nan=False)  # of silence: then a rank is lost
+
+    @property
+    def asks(self) -> bool:
+        """Whether a Trainer trains otherwise than without ringtile."""
+        tiled = self.tiled_mlp or self.tiled_norm or self.tiled_loss or self.activation_offload
+        watched = self.log_metrics or self.gc_steps is not None
+        return self.context_parallel_size > 1 or self.shared_prefix or tiled or watched
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:

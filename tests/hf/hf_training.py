@@ -1,11 +1,12 @@
 """Short training, evaluation and prediction runs of a real Trainer, in one process or on each rank of a world."""
 
+import contextlib
 import functools
 import importlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,10 @@ from accelerate.utils import imports
 from hf_engines import engine as engine_arguments
 from hf_engines import full_weights
 from hf_models import tiny_model, tiny_tokenizer, with_lora
+from ringtile.config import Config
+from ringtile.hf.model import base_model
+from ringtile.hf.patches import Patches
+from ringtile.hf.trainer import _shard
 from torch.utils.data import IterableDataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
@@ -30,6 +35,9 @@ TOLERANCE = 1e-6
 
 # The first batch is proved in every cell of test-all; test_first_batch.py proves it in make test, which must be short.
 PROOF = {} if os.environ.get("RINGTILE_TESTS") == "all" else {"first_batch_check": False}
+
+# One process that attends, packs and drops as ranks that share a sequence: by the same path, as a group of its own.
+GROUP_OF_ONE = {"context_parallel_size": 1, "group_of_one": True}
 
 NOT_METRICS = {"loss", "grad_norm", "train_runtime", "train_tokens_per_second"}
 
@@ -214,6 +222,22 @@ def make_trainer(
     )
 
 
+@contextlib.contextmanager
+def enabled(trainer: Trainer, config: dict[str, Any] | None) -> Iterator[None]:
+    """Under ringtile with `config` inside."""
+    if config is None:
+        yield
+        return
+    keys = {key: value for key, value in (PROOF | config).items() if key != "group_of_one"}
+    ringtile.enable(trainer, keys)
+    patches = Patches()
+    if "group_of_one" in config:
+        patches = Patches.of(lambda new: _shard(trainer, base_model(trainer.model), Config.load(keys), new))
+    yield
+    patches.restore()
+    ringtile.restore(trainer)
+
+
 def train(config: dict[str, Any] | None, *, engine: str = "DDP", **options: Any) -> Run:
     """Trains, evaluates and predicts; with `config`, under ringtile. Run it on every rank."""
     with engine_arguments(engine) as arguments, Messages() as said:
@@ -238,8 +262,12 @@ def _train(
 ) -> tuple[Run, Trainer]:
     trainer = make_trainer(**options)
     run = Run()
-    if config is not None:
-        ringtile.enable(trainer, PROOF | config)
+    with enabled(trainer, config):
+        _fill(run, trainer, evaluate, evaluate_first, resume)
+    return run, trainer
+
+
+def _fill(run: Run, trainer: Trainer, evaluate: bool, evaluate_first: bool, resume: str | None) -> None:
     if evaluate_first:
         run.first_eval_loss = trainer.evaluate()["eval_loss"]
     trainer.train(resume_from_checkpoint=resume)
@@ -260,9 +288,6 @@ def _train(
         run.eval_loss = trainer.evaluate()["eval_loss"]
         output = trainer.predict(trainer.eval_dataset)
         run.predictions, run.label_ids = torch.as_tensor(output.predictions), torch.as_tensor(output.label_ids)
-    if config is not None:
-        ringtile.restore(trainer)
-    return run, trainer
 
 
 def failure_of(

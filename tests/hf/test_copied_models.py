@@ -70,7 +70,6 @@ def largest_differences(model: str, config: dict[str, Any], options: dict[str, A
         ("positions in an embedding", {"context_parallel_size": 2}, {}),
         pytest.param("temperature", {"context_parallel_size": 2}, {}, marks=pytest.mark.long),
         ("hybrid", {"context_parallel_size": 2}, {}),
-        pytest.param("hybrid", {"context_parallel_size": 1}, {}, marks=pytest.mark.long),
     ],
 )
 def test_a_copy_of_the_model_is_its_own(model: str, config: dict[str, Any], options: dict[str, Any]) -> None:

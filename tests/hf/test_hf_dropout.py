@@ -9,7 +9,7 @@ import ringtile
 import torch
 from cells import Cell, Refusal, check, params, table
 from hf_models import tiny_model, with_lora
-from hf_training import make_trainer, packed, train
+from hf_training import GROUP_OF_ONE, enabled, make_trainer, packed, train
 from losses import LastThird
 from oracle import kept
 from pool import run_ranks
@@ -132,7 +132,7 @@ def _made(make_model):
     return lambda: {"model": make_model()}
 
 
-ALONE, TILES = {"context_parallel_size": 1}, {"tiled_mlp": True, "tile_tokens": 5}
+TILES = {"tiled_mlp": True, "tile_tokens": 5}
 LARGER = {"per_device_train_batch_size": STEP * BATCH, "gradient_accumulation_steps": 1}
 
 
@@ -147,8 +147,9 @@ def _neftune(what, **more):
 
 
 def _same(what, make_model=_gpt2, options=None, config=None, long=True, **more):
-    """As in one process under ringtile."""
-    return Cell(what, options or {}, config or {}, made=MADE[make_model], alone_config={}, long=long, **more)
+    """As in one process that is a group."""
+    made = MADE[make_model]
+    return Cell(what, options or {}, config or {}, made=made, alone_config=GROUP_OF_ONE, long=long, **more)
 
 
 def _again(make_model, tiles, reentrant, world):
@@ -156,7 +157,7 @@ def _again(make_model, tiles, reentrant, world):
     ranks = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     ranks["ddp_find_unused_parameters"] = False  # which DDP cannot do together with reentrant checkpoints
     what = f"again: {make_model.__name__}, {reentrant=}, {world} ranks{', tiles' * tiles}"
-    config = {"context_parallel_size": world, **(TILES if tiles else {})}
+    config = (GROUP_OF_ONE if world == 1 else {}) | (TILES if tiles else {})
     return _same(what, make_model, config=config, ranks=ranks, world=world)
 
 
@@ -171,11 +172,11 @@ MADE = {make_model: _made(make_model) for make_model in (_gpt2, _llama, _phi)}
 ORACLE, NOISY = _made(_oracle), _made(_noisy_oracle)
 CELLS = table(
     _definition("two ranks, tiles, checkpoints", TILES, {"gradient_checkpointing": True}),
-    _definition("one process", ALONE, world=1),
-    _definition("one process, tiles", ALONE | TILES, world=1, long=True),
-    _definition("one process, larger batches", ALONE, LARGER, world=1),
+    _definition("one process", GROUP_OF_ONE, world=1),
+    _definition("one process, tiles", GROUP_OF_ONE | TILES, world=1, long=True),
+    _definition("one process, larger batches", GROUP_OF_ONE, LARGER, world=1),
     _neftune("two ranks"),
-    _neftune("one process", config=ALONE, world=1, long=True),
+    _neftune("one process", config=GROUP_OF_ONE, world=1, long=True),
     *(_data_parallel(engine) for engine in ("DDP", "FSDP2", "ZeRO-3")),
     _same("a loss of full sequences", options={"trainer_class": LastThird}),
     *(
@@ -205,17 +206,17 @@ def test_the_same_is_dropped(cell):
 
 def test_numbers_that_are_dropped_or_added_are_seen():
     """Above, all would be equal without them too."""
-    plain = _train({}, functools.partial(_gpt2, 0.0)).losses
-    assert _train({}).losses != pytest.approx(plain, rel=1e-4)
-    plain = _train({}, lambda: tiny_model().train()).losses
-    assert _train({}, _noisy_oracle).losses != pytest.approx(plain, rel=1e-4)
+    plain = _train(None, functools.partial(_gpt2, 0.0)).losses
+    assert _train(GROUP_OF_ONE).losses != pytest.approx(plain, rel=1e-4)
+    plain = _train(None, lambda: tiny_model().train()).losses
+    assert _train(None, _noisy_oracle).losses != pytest.approx(plain, rel=1e-4)
 
 
 def test_each_module_and_each_call_in_a_layer_has_a_stream_of_its_own(monkeypatch):
     used = []
     own = ringtile.ops.dropout
     monkeypatch.setattr(ringtile.ops, "dropout", lambda *args: (used.append(args[-1]), own(*args))[1])
-    _train({}, lambda: _phi(embd_pdrop=0.1), max_steps=1)
+    _train(GROUP_OF_ONE, lambda: _phi(embd_pdrop=0.1), max_steps=1)
     layers = [f"model.layers.{i}.resid_dropout{call}" for i in range(2) for call in ("", ":1")]
     assert used == [zlib.crc32(name.encode()) for name in ("model.embed_dropout", *layers)] * STEP
 
@@ -228,8 +229,11 @@ def _resumed(config, folder):
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_resumed_run_drops_the_same_bit_for_bit(size, tmp_path):
-    config = {"context_parallel_size": size}
-    for whole, again in run_ranks(2, _resumed, config, str(tmp_path)) if size > 1 else [_resumed({}, str(tmp_path))]:
+    folder = str(tmp_path)
+    runs = (
+        run_ranks(2, _resumed, {"context_parallel_size": 2}, folder) if size > 1 else [_resumed(GROUP_OF_ONE, folder)]
+    )
+    for whole, again in runs:
         assert again.losses == whole.losses
         assert all(torch.equal(again.weights[name], weight) for name, weight in whole.weights.items())
 
@@ -242,10 +246,9 @@ def test_neftune_outside_of_training_steps_is_transformers():
     trainer = make_trainer(model=tiny_model().train(), neftune_noise_alpha=5.0)
     model, ids = trainer.model, torch.ones(1, 4, dtype=torch.long)
     plain = model(ids).logits
-    ringtile.enable(trainer, {})
-    assert not torch.equal(model(ids).logits, plain)
-    assert torch.equal(model.eval()(ids).logits, plain)
-    ringtile.restore(trainer)
+    with enabled(trainer, GROUP_OF_ONE):
+        assert not torch.equal(model(ids).logits, plain)
+        assert torch.equal(model.eval()(ids).logits, plain)
     assert torch.equal(model.train()(ids).logits, plain)
     assert trainer.neftune_noise_alpha == 5.0
 
@@ -257,13 +260,12 @@ def test_outside_of_training_steps_dropout_is_torchs():
     trainer = make_trainer(model=_gpt2())
     model, ids = trainer.model, torch.ones(1, 4, dtype=torch.long)
     dropout = model.get_base_model().transformer.drop
-    ringtile.enable(trainer, {})
-    assert "forward" in vars(dropout)
-    torch.manual_seed(0)
-    drawn = model(ids).logits
-    with torch.no_grad():
-        assert torch.equal(model.eval()(ids).logits, model(ids).logits)
-    ringtile.restore(trainer)
+    with enabled(trainer, GROUP_OF_ONE):
+        assert "forward" in vars(dropout)
+        torch.manual_seed(0)
+        drawn = model(ids).logits
+        with torch.no_grad():
+            assert torch.equal(model.eval()(ids).logits, model(ids).logits)
     assert "forward" not in vars(dropout)
     torch.manual_seed(0)
     assert torch.equal(model.train()(ids).logits, drawn)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from cells import Cell, check, params, table
 from hf_models import NUM_LABELS, SIZES, hybrid, tiny_encoder, tiny_model, with_lora
-from hf_training import TOLERANCE, Padded, packed, packed_for_flash, train
+from hf_training import GROUP_OF_ONE, TOLERANCE, Padded, packed, packed_for_flash, train
 from ringtile.hf.batch import CHECKPOINTING
 from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tools.models import tiny_models
 
 STEPS = {"gradient_accumulation_steps": 1, "num_rows": 24}
-ALONE = {"context_parallel_size": 1}
 
 # ---- attention layers: sinks, chunks, temperature, two head dims, windows and RoPE by layer ------
 
@@ -124,7 +123,6 @@ MECHANISMS = {
     "lightning attention": ("minimax",),
 }
 ALL = [name for names in MECHANISMS.values() for name in names]
-UNKNOWN = ("recurrent_gemma", "rwkv", "xlstm")  # recurrences that train on rows of one document alone
 WRAPPED = {  # the layers that FSDP2 must be told of: a text model has no vision blocks, and a shared layer no group
     "qwen3_5_text": "Qwen3_5DecoderLayer",
     "qwen3_5_moe_text": "Qwen3_5MoeDecoderLayer",
@@ -137,7 +135,7 @@ def made_hybrid(name: str) -> dict[str, Any]:
     return {"model": hybrid(name)}
 
 
-MADE = {name: functools.partial(made_hybrid, name) for name in (*ALL, *UNKNOWN)}
+MADE = {name: functools.partial(made_hybrid, name) for name in ALL}
 SLOWLY = {**STEPS, "learning_rate": 0.01}
 
 
@@ -162,11 +160,11 @@ LEFT = {"collator": Padded("left")}
 HYBRIDS = [
     *(recurrent(name, "on two ranks", {}, name not in ON_TWO) for name in ALL),
     *(under(name, "FSDP2", name != "qwen3_next") for name in ALL),
-    recurrent("granitemoehybrid", "in one process", ALONE, False, world=1, ranks={"collator": packed_for_flash}),
+    recurrent("granitemoehybrid", "in one process", GROUP_OF_ONE, False, world=1, ranks={"collator": packed_for_flash}),
     *(recurrent(name, "on three ranks", {"context_parallel_size": 3, "layout": "contiguous"}, world=3) for name in ALL),
     *(recurrent(name, "on four ranks", {"context_parallel_size": 4}, world=4) for name in ALL),
     *(recurrent(name, "by heads", {"context_parallel_scheme": "ulysses"}) for name in ALL),
-    *(recurrent(name, "in one process", ALONE, world=1) for name in ALL if name != "granitemoehybrid"),
+    *(recurrent(name, "in one process", GROUP_OF_ONE, world=1) for name in ALL if name != "granitemoehybrid"),
     *(
         recurrent(name, "in two groups", {}, ranks={**GROUPS, **(LEFT if name == "qwen3_next" else {})}, world=4)
         for name in ALL
@@ -176,14 +174,10 @@ HYBRIDS = [
     Cell(
         "granitemoehybrid padded left, one process",
         {**SLOWLY, **LEFT},
-        ALONE,
+        GROUP_OF_ONE,
         made=MADE["granitemoehybrid"],
         world=1,
         long=True,
-    ),
-    *(
-        Cell(f"{name} on rows of one document", STEPS, ALONE, made=MADE[name], world=1, long=name != "recurrent_gemma")
-        for name in UNKNOWN
     ),
     # Losses of one forward, to a unit of bfloat16: products are rounded alike, and states are in float32.
     *(
@@ -191,7 +185,7 @@ HYBRIDS = [
             f"{names[0]} under autocast",
             {**SLOWLY, "max_steps": 1, "bf16": True, "collator": packed},
             made=MADE[names[0]],
-            alone_config=ALONE,
+            alone_config=GROUP_OF_ONE,
             **{"losses": 2.0**-8, "norms": math.inf, "weights": math.inf},
             long=True,
         )
@@ -249,13 +243,11 @@ def documents(name: str, ranks: int, count: int | None = None, long: bool = True
 DOCUMENTS = [
     *(documents(name, 2, long=name not in ("llava", "qwen2_vl")) for name in JOINING),
     *(documents(name, 2, 3) for name in TEXT_ROW),
-    *(documents(name, 1) for name in JOINING),
-    *(documents(name, 1, 3) for name in TEXT_ROW),
-    *(documents(name, ranks, 4) for name in TEXT_ROW for ranks in (1, 2)),
+    *(documents(name, 2, 4) for name in TEXT_ROW),
     Cell(
         "documents of an evaluation, in recurrent layers",
         {**STEPS, "evaluate_first": True, "per_device_eval_batch_size": 5},
-        ALONE,
+        GROUP_OF_ONE,
         {"collator": packed},
         {"collator": Padded()},
         functools.partial(image_text, "lfm2_vl"),
@@ -357,4 +349,4 @@ def test_packed_documents_of_a_hybrid_leak_in_transformers(name: str) -> None:
 
 
 def test_chunks_and_documents_are_not_told_of_rows_without_packing() -> None:
-    assert not train({"context_parallel_size": 1}, model=tiny_model("llama4").train(), max_steps=1).said
+    assert not train(GROUP_OF_ONE, model=tiny_model("llama4").train(), max_steps=1).said

@@ -126,7 +126,7 @@ def test_a_release_that_was_not_tried_is_said_once(version, times, caplog, monke
     with caplog.at_level("WARNING", logger="ringtile"):
         for _ in range(2):
             trainer = make_trainer()
-            ringtile.enable(trainer, {})
+            ringtile.enable(trainer, {"tiled_mlp": True})
             ringtile.restore(trainer)
     checks.warn_of_unproved.cache_clear()
     said = f"transformers {version} is newer than the releases that ringtile was tried with"

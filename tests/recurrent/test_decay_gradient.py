@@ -143,8 +143,7 @@ def first_step(family: str, config: dict[str, Any] | None, dtype: torch.dtype = 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text", "olmo_hybrid"])
-def test_models_are_as_near_to_float64_as_in_transformers_on_one_rank_and_on_two(family: str) -> None:
+def test_models_are_as_near_to_float64_as_in_transformers(family: str) -> None:
     exact, theirs = first_step(family, None, torch.float64), first_step(family, None)
-    assert_as_near(first_step(family, {"context_parallel_size": 1}), theirs, exact)
     for ours in run_ranks(2, first_step, family, {"context_parallel_size": 2}):
         assert_as_near(ours, theirs, exact)

@@ -25,6 +25,7 @@ from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, main_in
 from ringtile.hf.drawn_masks import intervals_of
 from ringtile.hf.families import EAGER_SINKS
 from ringtile.hf.layers import is_causal, mask_of_layer
+from ringtile.hf.shared_rows import key_of_tree
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 
@@ -128,6 +129,11 @@ def attention_forward(
             raise RefusedError(
                 f"{type(module).__name__} got a shard of a sequence outside of the forward pass of its batch; expected "
                 f"a layer that the backward computes again to be checkpointed by the Trainer's {CHECKPOINTING}"
+            )
+        if (tree := key_of_tree(options)) is not None:
+            raise RefusedError(
+                f"the batch holds {tree}, and its model is called outside of the Trainer's steps; expected train(), "
+                f"evaluate() or predict()"
             )
         if options.get("dropout", 0.0) > 0:
             out: Tensor | None = _with_counted_dropout(module, query, key, value, attention_mask, options)

@@ -242,16 +242,9 @@ def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: boo
 
 
 def check_shared_prefix(trainer: Trainer, model: PreTrainedModel) -> None:
-    """Raises ConfigError or RefusedError where rows that share tokens would not be those of the Trainer."""
-    home = _home(trainer, "compute_loss").__module__
-    if home not in _SHARE_ROWS:
-        reason = "may use more of its rows than log-probabilities of tokens"
-        if home == _ORPO:
-            reason = "logs a mean over the logits of padding, of which a tree has none"
-        raise ConfigError(
-            f"shared_prefix: {type(trainer).__name__} {reason}; "
-            f"expected TRL's GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer or RewardTrainer: set it to false"
-        )
+    """Raises RefusedError where rows that share tokens would not be those of the Trainer."""
+    if not shares_rows(trainer):
+        return  # its batches must be trees
     if not attends_causally(model) or not shifts_labels(model):
         raise RefusedError(f"shared_prefix: {type(model).__name__} is no causal language model; set it to false")
     rates = [path for path, module in text_modules(model) if isinstance(module, nn.Dropout) and module.p > 0]
@@ -260,6 +253,11 @@ def check_shared_prefix(trainer: Trainer, model: PreTrainedModel) -> None:
             f"shared_prefix: the model drops ({(rates or ['attention'])[0]}), for each row other features of a token "
             f"that rows share; expected rates of 0: set disable_dropout=True, or lora_dropout=0.0"
         )
+
+
+def shares_rows(trainer: Trainer) -> bool:
+    """Whether rows of the Trainer may share tokens. Asked before its compute_loss is replaced."""
+    return _home(trainer, "compute_loss").__module__ in _SHARE_ROWS
 
 
 def attends_causally(model: PreTrainedModel) -> bool:

@@ -2,8 +2,8 @@
 
 Whether a feature of a token stays is a function of the seed, the step, the module, the token's row and position in the
 global batch, and the feature; for a weight of attention, of its head and the key's position (docs/design/dropout.md).
-So one process and any number of ranks drop the same, in every
-layout and tile, and when a checkpointed layer is computed again.
+So one process that is a group and any number of ranks drop the same, in every layout and tile, and when a checkpointed
+layer is computed again.
 
 Shape letters: B batch, N local tokens, T = B*N tokens flattened, F features.
 """

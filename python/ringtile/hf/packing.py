@@ -1,7 +1,7 @@
 """Documents packed into a row: which models tell them apart by position ids, and what transformers alone does.
 
-Where transformers can keep them apart, they stay apart with ringtile, on any number of ranks. transformers alone does
-so under conditions: a model that makes a cache, as models of images and text do by default, does not, nor does one with
+Where transformers can keep them apart, they stay apart on the ranks that share a sequence. transformers alone does so
+under conditions: a model that makes a cache, as models of images and text do by default, does not, nor does one with
 M-RoPE (Qwen2-VL, GLM-4V) that gets position ids without a row for text.
 
 Shape letters: B batch, S global tokens.
@@ -26,7 +26,6 @@ from ringtile.hf.families import JOIN_DOCUMENTS
 from ringtile.hf.layers import layer_masks
 from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS, documents_of, positions_alone_separate, positions_restart
 from ringtile.hf.model import text_modules
-from ringtile.hf.patches import Patches
 
 logger = logging.getLogger("ringtile")
 
@@ -72,20 +71,6 @@ class Packing:
                 "predicts: every implementation of attention computes another loss of it. Set that label to -100 in "
                 "your data collator, as for a row without padding, whose first token nothing predicts"
             )
-
-    def install_alone(self, wrapped: nn.Module, patches: Patches) -> None:
-        """Keeps documents apart where no sequence is sharded, with transformers' own masks.
-
-        wrapped: the model with its adapters.
-        """
-        if self.separate and (self._makes_cache() or self.takes_rows):
-            patches.on_restore(wrapped.register_forward_pre_hook(self._keep_apart, with_kwargs=True).remove)
-
-    def _keep_apart(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if not positions_restart(kwargs):
-            return args, kwargs
-        self._say_transformers_joins(kwargs)
-        return args, self.kept_apart(kwargs)
 
     def kept_apart(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a model's call, with which transformers alone keeps documents apart."""

@@ -1,11 +1,10 @@
-"""Reads accelerate's ParallelismConfig, and how else a Trainer uses its devices."""
+"""Reads accelerate's ParallelismConfig."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from accelerate import Accelerator
-from transformers import Trainer
 
 
 def parallelism_of(accelerator: Accelerator) -> Any:
@@ -25,10 +24,3 @@ def accelerate_knows_groups(accelerator: Accelerator) -> bool:
     """Whether accelerate already gives the ranks of a group the same batches, and counts each batch once."""
     parallelism = parallelism_of(accelerator)
     return parallelism is not None and bool(parallelism.cp_enabled)
-
-
-def only_data_parallel(trainer: Trainer) -> bool:
-    """Whether each rank of the world trains on rows of its own, on one device."""
-    parallelism = parallelism_of(trainer.accelerator)
-    alone = parallelism is None or parallelism.non_data_parallel_size == 1
-    return alone and trainer.get_tp_size() == 1 and trainer.args.n_gpu <= 1

@@ -9,7 +9,6 @@ Shape letters: B batch, S global tokens, N local tokens, C channels, W width, H 
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable
@@ -26,23 +25,13 @@ from ringtile.errors import RefusedError
 from ringtile.hf.attention import WITHOUT_EFFECT, unknown_arguments
 from ringtile.hf.batch import (
     CHECKPOINTING,
-    ShardedBatch,
-    activate,
     active_batch,
-    forget_checkpoints,
     is_recomputed_without_batch,
-    keep_in_checkpoints,
-    main_input,
 )
 from ringtile.hf.families import CACHES, MIXERS, SHORT_CUTS, UNKNOWN_RECURRENCES
-from ringtile.hf.masks import mask_of_batch
-from ringtile.hf.model import switch_attention
-from ringtile.hf.packing import positions_separate
 from ringtile.hf.patches import Patches
 from ringtile.recurrent.choose import uses_libraries
 from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
-from ringtile.sequence.layout import Layout
-from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 
 
@@ -79,115 +68,6 @@ def install(model: PreTrainedModel, patches: Patches) -> None:
         watch = _Watch(path, mixer)
         patches.on_restore(mixer.register_forward_pre_hook(watch.enter, with_kwargs=True).remove)
         patches.on_restore(mixer.register_forward_hook(watch.leave).remove)
-
-
-def install_alone(wrapped: nn.Module, model: PreTrainedModel, patches: Patches) -> None:
-    """The same where no sequence is sharded: packed documents and padding stay apart in the mixers too.
-
-    wrapped: the model with its adapters, whose batches are whole sequences. Attention is transformers' own where its
-    masks tell documents apart, and else ringtile's. Rows of one document are left to the mixers where these are fast.
-    """
-    own = bool(positions_separate(model))
-    slow_functions = frozenset().union(*(_slow_functions(mixer) for mixer in mixers(model.named_modules()).values()))
-
-    def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if module.training:
-            kwargs = {**kwargs, "use_cache": False}  # which nothing reads in training
-            keep_in_checkpoints(module)
-        use_cache = kwargs.get("use_cache")
-        if model.config.get_text_config().use_cache if use_cache is None else use_cache:
-            return args, kwargs  # generation: one document in a row
-        main = main_input(args, kwargs)
-        if main is None:
-            return args, kwargs
-        mask = mask_of_batch(kwargs, main.size(0), main.size(1))
-        if own and "flash" not in str(model.config._attn_implementation):
-            _refuse_unseen(kwargs, main, mask)
-        if is_fast_alone(slow_functions, main.device) and _is_one_document(mask):
-            return args, kwargs
-        sequence = ShardedSequence.of(mask, Layout.contiguous(main.size(1), 1), None)
-        places = torch.arange(main.size(1), device=main.device)
-        activate(ShardedBatch(sequence, main.size(1), max_position=0, num_targets=None, places=places))
-        return args, kwargs
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        activate(None)
-
-    patches.on_restore(wrapped.register_forward_pre_hook(enter, with_kwargs=True).remove)
-    patches.on_restore(wrapped.register_forward_hook(leave, always_call=True).remove)
-    patches.on_restore(functools.partial(forget_checkpoints, wrapped))
-    install(model, patches)
-    if not own:
-        switch_attention(wrapped, patches)
-
-
-_PACKAGES = {  # by which transformers computes a function, where they can be imported
-    "causal_conv1d_fn": "causal_conv1d",
-    **dict.fromkeys(("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"), "fla"),
-    **dict.fromkeys(("mamba_selective_scan", "mamba_inner_fn"), "mamba_ssm"),
-    **dict.fromkeys(("mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"), "mamba_ssm"),
-}
-
-
-def _slow_functions(mixer: nn.Module) -> frozenset[str]:
-    """Return what a mixer needs a package for, to be fast: torch's own convolution will do beside a recurrence."""
-    if type(mixer).__name__ in _WHOLE:
-        return frozenset({"forward"})
-    return MIXERS[type(mixer).__name__] - {"causal_conv1d_fn"} or frozenset({"causal_conv1d_fn"})
-
-
-def is_fast_alone(functions: frozenset[str], device: torch.device) -> bool:
-    """Return whether transformers computes all of these functions by compiled kernels. On a CPU it loops."""
-    return device.type == "cuda" and all(_can_import(_PACKAGES.get(name, "")) for name in functions)
-
-
-@functools.cache
-def _can_import(package: str) -> bool:
-    try:
-        return bool(package) and importlib.import_module(package) is not None
-    except Exception:  # as in transformers, which then computes by torch operations
-        return False
-
-
-def _is_one_document(mask: IntervalMask) -> bool:
-    """Return whether each row is a document, with padding behind it at most, which nothing causal sees."""
-    attends = mask.end > mask.begin
-    return not bool((attends & (mask.begin > 0)).any())
-
-
-def refuse_packed(wrapped: nn.Module, reason: str, patches: Patches) -> None:
-    """Where no sequence is sharded, a recurrence of which nothing here keeps documents apart takes no packed batch.
-
-    reason: what `unknown` said of the model. wrapped: as in `install_alone`.
-    """
-
-    def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        main = main_input(args, kwargs)
-        if main is None:
-            return
-        mask = mask_of_batch(kwargs, main.size(0), main.size(1), True)
-        attends = mask.end > mask.begin
-        first = mask.begin.where(attends, main.size(1)).amin(1)
-        if (mask.begin.where(attends, -1).amax(1) > first).any():
-            raise RefusedError(
-                f"{reason}: it would carry its state from each document of a packed row into the next; expected rows "
-                "of one document: set packing to false"
-            )
-
-    patches.on_restore(wrapped.register_forward_pre_hook(check, with_kwargs=True).remove)
-
-
-def _refuse_unseen(inputs: dict[str, Any], main: Tensor, mask: IntervalMask) -> None:
-    """Raises RefusedError for a batch whose documents, by `mask`, the model's own attention would not separate."""
-    seen = {name: value for name, value in inputs.items() if name in ("attention_mask", "position_ids")}
-    if seen.get("attention_mask") is not None:
-        seen["attention_mask"] = seen["attention_mask"].ne(0).to(torch.int64)
-    if mask_of_batch(seen, main.size(0), main.size(1)) != mask:
-        raise RefusedError(
-            "documents are told apart by seq_idx, cu_seq_lens or numbers in attention_mask, at none of which "
-            "transformers' attention looks: its layers would mix what the recurrent layers keep apart. Pack without "
-            "attention_mask and with position_ids that start again, or set context_parallel_size above 1"
-        )
 
 
 # ---- a mixer ------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ringtile.config import Config
-from ringtile.errors import MaskNotExpressibleError, RefusedError
+from ringtile.errors import ConfigError, MaskNotExpressibleError, RefusedError
 from ringtile.first_batch.trace import ModelCall, Trace
 from ringtile.hf import adapters, attention, checks, data, model, recurrent, towers
 from ringtile.hf.attention import attends_whole
@@ -65,6 +65,7 @@ class Strategy(abc.ABC):
         self.causal, self.shifts_labels = checks.attends_causally(base), shifts_labels(base)
         self.layers = set(layer_masks(base.config.get_text_config(), self.causal))
         hybrid, speaks = bool(recurrent.mixers(model.text_modules(base))), trainer.args.process_index == 0
+        self.shares_rows = checks.shares_rows(trainer)
         self.packing = Packing(base, causal=self.causal, hybrid=hybrid, speaks=speaks)
         routers = getattr(base.config.get_text_config(), "output_router_logits", False)
         self.routers_checked = bool(routers or getattr(trainer, "aux_loss_enabled", False))  # by TRL's fused head
@@ -93,18 +94,20 @@ class Strategy(abc.ABC):
 
     def install(self) -> None:
         trainer, accelerator = self.trainer, self.trainer.accelerator
-        self.replace(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
-        if self.group.size > 1:
-            self.replace(trainer, "evaluation_loop", self._evaluation_loop)
-        self.replace(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
-        self.replace(trainer, "floating_point_ops", self._floating_point_ops)
-        self.patches.set(accelerator, "_prepare_cp", self._prepare_cp)
         self.replace(trainer, "training_step", self._training_step)
-        if not accelerate_knows_groups(accelerator):
-            for counts in ("get_batch_samples", "_get_num_items_in_batch"):
-                self.replace(trainer, counts, self.in_one_process)
-            self.replace(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
-            self.replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
+        if self.group.size > 1:
+            self.replace(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
+            self.replace(trainer, "evaluation_loop", self._evaluation_loop)
+            self.replace(trainer, "floating_point_ops", self._floating_point_ops)
+            if trainer.args.include_num_input_tokens_seen != "no":
+                self.replace(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
+            if accelerate_knows_groups(accelerator):
+                self.patches.set(accelerator, "_prepare_cp", self._prepare_cp)
+            else:
+                for counts in ("get_batch_samples", "_get_num_items_in_batch"):
+                    self.replace(trainer, counts, self.in_one_process)
+                self.replace(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
+                self.replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
         self.install_loss()
         self.loss_function = getattr(self.base, "_loss_function", None)
         self.dropout.install(self.base, self.entry, self.patches)
@@ -181,6 +184,8 @@ class Strategy(abc.ABC):
         if is_tree:
             given, rows = unfold(given, given.get("position_ids"))
         elif self.config.shared_prefix and not self.proves_whole:
+            if not self.shares_rows:
+                raise _no_tree(self.trainer)
             given, rows = share(given, given.get("position_ids", positions))
             positions = None
         local, batch = shard_batch(
@@ -400,6 +405,14 @@ class Strategy(abc.ABC):
         """get_cp_size stays 1: later transformers divide the number of items by it, which ringtile does already."""
         rows: int = original(args) // self.group.size
         return rows
+
+
+def _no_tree(trainer: Trainer) -> ConfigError:
+    return ConfigError(
+        f"shared_prefix: {type(trainer).__name__} may use more of its rows than log-probabilities of tokens, and the "
+        f"batch is no tree; expected tree_parents and tree_lengths in it, or TRL's GRPOTrainer, RLOOTrainer, "
+        f"DPOTrainer, KTOTrainer or RewardTrainer: set it to false"
+    )
 
 
 def _tokens(inputs: Mapping[str, Any]) -> Tensor | None:

@@ -55,9 +55,11 @@ _OF_ALL_LAYERS = ("hidden_states", "attentions")  # outputs of which a model rea
 
 def install(model: PreTrainedModel, group: Group | None, patches: Patches) -> None:
     """Splits the towers of a model, in the forward passes of batches that are sharded behind them (hf/seam.py)."""
-    for path, tower in towers(model).items():
+    found = towers(model)
+    for path, tower in found.items():
         split(tower, path, group, patches, _in_step)
-    patches.on_restore(model.register_forward_hook(_leave_out_features).remove)
+    if found:
+        patches.on_restore(model.register_forward_hook(_leave_out_features).remove)
 
 
 def _leave_out_features(module: nn.Module, args: Any, output: Any) -> None:

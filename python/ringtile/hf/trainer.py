@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
@@ -15,7 +14,6 @@ from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError
 from ringtile.first_batch.compare import Comparison
 from ringtile.hf import adapters, checks, model
-from ringtile.hf.alone import Alone
 from ringtile.hf.checkpoints import Checkpoints
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.gc_callback import CollectGarbage
@@ -28,7 +26,7 @@ from ringtile.hf.metrics import LogMetrics
 from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.norm import install_tiled_norm
 from ringtile.hf.offload import OffloadActivations, check_offload
-from ringtile.hf.parallelism import deepspeed_shards_sequences, only_data_parallel, parallelism_of
+from ringtile.hf.parallelism import deepspeed_shards_sequences, parallelism_of
 from ringtile.hf.patches import Patches
 from ringtile.hf.peers import Peers
 from ringtile.hf.rollouts import LossOnRollouts, generates
@@ -54,8 +52,8 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
     """Switches on what `config` asks for, on this Trainer only; call it before train() or evaluate(), on every rank.
 
     config: a Config, a mapping of its keys, or the path of a YAML file. Without context_parallel_size, the size comes
-    from accelerate's ParallelismConfig(cp_size=...). Returns the record of everything replaced; enabling again with
-    the same config changes nothing.
+    from accelerate's ParallelismConfig(cp_size=...). Where it asks for nothing, nothing is replaced. Returns the record
+    of everything replaced; enabling again with the same config changes nothing.
     Raises ConfigError (also for a second, different config), RefusedError for what would not be exact, InputError.
     """
     if not isinstance(trainer, Trainer):
@@ -74,6 +72,9 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
                 f"ringtile.restore(trainer) first to change it"
             )
         return enabled.patches
+    checks.check_sizes(trainer, config)
+    if not config.asks:
+        return Patches()
     patches = Patches.of(lambda patches: _install(trainer, config, patches))
     if trainer.args.process_index == 0:
         logger.info(_summary(trainer, config))
@@ -122,7 +123,6 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
         offload = OffloadActivations()
         patches.add_callback(trainer, offload)
         patches.on_restore(offload.patches.restore)
-    checks.check_sizes(trainer, config)
     group, first_batch = None, None
     if config.shared_prefix:
         checks.check_shared_prefix(trainer, base)
@@ -134,8 +134,6 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
             first_batch = FirstBatch(strategy)
             first_batch.install()
         group = strategy.group
-    elif only_data_parallel(trainer):
-        Alone(trainer, base, functools.partial(_shard, trainer, base, config)).install(patches)
     _attach_callbacks(trainer, config, group, patches, lambda: first_batch.seconds if first_batch else 0.0)
     patches.set(trainer, _SESSION, _Session(config, patches, first_batch))
 
