@@ -114,14 +114,6 @@ MUTANTS = [
         "tests/attn/test_cuda.py",
     ),
     Mutant(
-        "hybrid models: packed rows left to transformers",
-        "python/ringtile/hf/recurrent.py",
-        "attends & (mask.begin > 0)",
-        "attends & (mask.begin > mask.seq_len)",
-        "tests/hf/test_hf_hybrid.py -k one_document",
-    ),
-    # ---- kernels on a GPU, on the emulator
-    Mutant(
         "CUDA: key at the end of the interval attended",
         "cuda/attn/softmax.cuh",
         "if (key < keys.lo || key >= keys.hi) scores",

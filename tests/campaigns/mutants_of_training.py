@@ -404,10 +404,10 @@ MUTANTS = [
         "tests/hf/test_hf_inputs.py -k cannot_be_sharded",
     ),
     Mutant(
-        "alone: trees attend all tokens of the row before",
-        "python/ringtile/hf/alone.py",
-        "        self._shard(self._patches)\n",
-        "        pass\n",
+        "trees on one rank attend all tokens of the row before",
+        "python/ringtile/config.py",
+        "self.context_parallel_size > 1 or self.shared_prefix or tiled",
+        "self.context_parallel_size > 1 or tiled",
         "tests/hf/test_shared_prefix.py -k nothing_is_sharded",
     ),
     Mutant(
