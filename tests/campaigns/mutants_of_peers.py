@@ -207,8 +207,8 @@ MUTANTS = [
         "peers: shards are contiguous, and read as zigzag",
         "python/ringtile/hf/inputs.py",
         "        local[name] = sequence.shard(functional.pad(tensor, width, "
-        "value=_PADDING.get(name, IGNORE_INDEX)), dim=dim)\n",
-        "        tensor = functional.pad(tensor, width, value=_PADDING.get(name, IGNORE_INDEX))\n"
+        "value=PADDING.get(name, IGNORE_INDEX)), dim=dim)\n",
+        "        tensor = functional.pad(tensor, width, value=PADDING.get(name, IGNORE_INDEX))\n"
         "        local[name] = Layout.contiguous(sequence.seq_len, world_size).shard(tensor, dim, sequence.rank)\n",
         "tests/hf/test_hf_inputs.py",
         source="THUDM/slime#1871",

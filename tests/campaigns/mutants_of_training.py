@@ -305,9 +305,9 @@ MUTANTS = [
     # ---- labels and the scale of the loss
     Mutant(
         "labels: padding counted as targets",
-        "python/ringtile/hf/inputs.py",
-        '"shift_labels": IGNORE_INDEX,',
-        '"shift_labels": 0,',
+        "python/ringtile/hf/keys.py",
+        '"shift_labels": Key(padding=IGNORE_INDEX,',
+        '"shift_labels": Key(padding=0,',
         "tests/hf/test_hf_inputs.py",
     ),
     Mutant(

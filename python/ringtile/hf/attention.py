@@ -24,6 +24,7 @@ from ringtile.hf import temperature
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, main_input, waiting_batch
 from ringtile.hf.drawn_masks import intervals_of
 from ringtile.hf.families import EAGER_SINKS
+from ringtile.hf.keys import DOCUMENTS, LOSS, OUTPUT
 from ringtile.hf.layers import is_causal, mask_of_layer
 from ringtile.hf.shared_rows import key_of_tree
 from ringtile.sequence.mask import IntervalMask
@@ -36,20 +37,9 @@ _SEQUENCE = "ringtile_sequence"  # the attribute of an empty mask that holds the
 
 # Keyword arguments of an attention function that ringtile computes.
 _COMPUTED = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"})
-# Those that say what the batch says, or that are no concern of attention: models hand on all of their own.
-WITHOUT_EFFECT = frozenset(
-    {
-        # Documents, of the batch's mask.
-        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
-        "position_ids",  # rotations are done
-        *("use_cache", "cache_position"),  # no token comes from a cache in training
-        *("labels", "shift_labels", "num_items_in_batch"),  # of the loss
-        # Of what is returned.
-        *("logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
-        "skip_logits",  # which a Trainer that uses Liger says in evaluation
-        "deterministic",  # a switch of flash-attention's kernels
-    }
-)
+# Those that say what the batch says, or that are no concern of attention: models hand on all of their own. The last one
+# is a switch of flash-attention's kernels.
+WITHOUT_EFFECT = DOCUMENTS - {"attention_mask"} | LOSS | OUTPUT | {"deterministic"}
 _KNOWN = _COMPUTED | WITHOUT_EFFECT
 # Those that change the scores in ways the kernels do not support. Every other name is refused too.
 _MEANINGS = {

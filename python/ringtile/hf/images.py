@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# What models hand on to everything that they call, and no tower reads.
-_OF_TEXT = frozenset({"labels", "shift_labels", "num_items_in_batch", "logits_to_keep"})
+from ringtile.hf.keys import LOSS, OUTPUT
 
 
 class Rows(NamedTuple):
@@ -106,8 +105,8 @@ def read(arguments: Mapping[str, Any], config: Any) -> Images | str:
     num_entries = len(arguments[grid] if grid is not None else pixels)
     per_entry = set()
     for name, value in arguments.items():
-        if (name == main and grid is not None) or name in _OF_TEXT:
-            continue
+        if (name == main and grid is not None) or name in LOSS | OUTPUT:
+            continue  # models hand it on to everything that they call, and no tower reads it
         if _has_entries(value, num_entries):
             per_entry.add(name)
         elif not _is_for_all(value):

@@ -18,34 +18,16 @@ from torch.nn import functional
 from ringtile.attn.call import AttentionKernel
 from ringtile.errors import InputError, RefusedError
 from ringtile.hf.batch import ShardedBatch, main_input
-from ringtile.hf.families import CACHES
+from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, PADDING, REFUSED
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.masks import chunks_count, mask_of_batch, read
-from ringtile.hf.shared_rows import IGNORE_INDEX, SharedRows
+from ringtile.hf.shared_rows import SharedRows
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.layout import PADDED_LIKE, Layout
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, transport_of
 
-# Tensors with one entry per token, and the value of a padding token. Position 0 is valid in every embedding table and
-# does not change the largest position, which some RoPE variants read.
-_PADDING = {
-    "input_ids": 0,
-    "inputs_embeds": 0,
-    "shift_labels": IGNORE_INDEX,
-    "position_ids": 0,
-    "attention_mask": 0,
-    "token_type_ids": 0,
-}
-# Keys that describe the global sequence: read from the global batch, then dropped.
-_GLOBAL_KEYS = {"labels", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
-# Switches under which the model would treat a shard as the full sequence.
-_REFUSED_SWITCHES = {
-    "output_router_logits": "set it in model.config before ringtile.enable, which checks it",
-    "output_attentions": "attention weights are never formed",
-    "logits_to_keep": "the last positions lie on one rank",
-    **dict.fromkeys(CACHES, "a cache holds full sequences"),
-}
+_GLOBAL = {"labels"} | DOCUMENTS - PADDING.keys()  # read from the global batch, then dropped
 
 
 class Reading(NamedTuple):
@@ -94,7 +76,7 @@ def shard_batch(
     }
     targets = "shift_labels" if shifts_labels else "labels"
     given = {name: inputs[name] for name in reading.besides if inputs.get(name) is not None}
-    _refuse(inputs, ({*_PADDING, *_GLOBAL_KEYS} - unknown) | reading.besides)
+    _refuse(inputs, ({*PADDING, *_GLOBAL} - unknown) | reading.besides)
     per_token = _per_token(inputs, main, reading, positions)
     on_host = read(inputs)[0] if on_host is None else on_host
     made = (
@@ -120,11 +102,11 @@ def shard_batch(
     )
     for layer in reading.layers:
         batch.narrowed(layer)
-    local = {name: value for name, value in inputs.items() if name not in _GLOBAL_KEYS}
+    local = {name: value for name, value in inputs.items() if name not in _GLOBAL}
     for name, tensor in per_token.items():
         dim = tensor.dim() - 1 if name == "position_ids" else 1
         width = (0, 0) * (tensor.dim() - 1 - dim) + (0, padding)
-        local[name] = sequence.shard(functional.pad(tensor, width, value=_PADDING.get(name, IGNORE_INDEX)), dim=dim)
+        local[name] = sequence.shard(functional.pad(tensor, width, value=PADDING.get(name, IGNORE_INDEX)), dim=dim)
     batch.token_weights, batch.position_ids = local["attention_mask"], _of_text(local["position_ids"])
     if rows is not None:
         weights = functional.pad(rows.num_rows, (0, padding))
@@ -135,13 +117,13 @@ def shard_batch(
         batch.whole_mask = inputs.get("attention_mask")
         of_rank = {"shift_labels", "attention_mask"}
         local = {name: x for name, x in local.items() if name in inputs or name in of_rank}
-        local |= {name: inputs[name] for name in {*_PADDING, *given} - of_rank if name in inputs}
+        local |= {name: inputs[name] for name in {*PADDING, *given} - of_rank if name in inputs}
     local["use_cache"] = False
     return local, batch
 
 
 def _refuse(inputs: Mapping[str, Any], known: set[str]) -> None:
-    for name, reason in _REFUSED_SWITCHES.items():
+    for name, reason in REFUSED.items():
         if inputs.get(name):
             raise RefusedError(f"the batch sets {name}; remove it under context parallelism: {reason}")
     for name, value in inputs.items():
@@ -163,12 +145,12 @@ def _is_scalar(value: Any) -> bool:
 def _per_token(
     inputs: Mapping[str, Any], main: Tensor, reading: Reading, positions: Tensor | None
 ) -> dict[str, Tensor]:
-    """The global tensors with one entry per token: the keys of _PADDING, and labels that are not to be shifted."""
+    """The global tensors with one entry per token: the keys of PADDING, and labels that are not to be shifted."""
     batch_size, seq_len = main.shape[:2]
     for name in ("input_ids", "inputs_embeds", "labels", "shift_labels"):
         if inputs.get(name) is not None and inputs[name].shape[:2] != (batch_size, seq_len):
             raise InputError(f"{name} is {tuple(inputs[name].shape)}; expected ({batch_size}, {seq_len}) as the batch")
-    per_token = {name: inputs[name] for name in _PADDING if inputs.get(name) is not None}
+    per_token = {name: inputs[name] for name in PADDING if inputs.get(name) is not None}
     if "position_ids" not in per_token:
         if not reading.makes_positions:
             raise RefusedError(

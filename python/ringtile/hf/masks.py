@@ -18,14 +18,12 @@ from torch import Tensor
 from transformers import masking_utils
 
 from ringtile.errors import InputError, RefusedError
+from ringtile.hf.keys import DOCUMENTS
 from ringtile.sequence.mask import IntervalMask
 
 # Whether transformers draws the masks of packed rows by position ids: chunks then begin with each document. Older
 # releases draw them by places in the row.
 CHUNKS_FOLLOW_POSITIONS = hasattr(masking_utils, "remap_positions_for_packed_sequence")
-
-# The keys of the tensors that say which tokens attend which: the host makes the mask.
-_DESCRIBING = ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def read(inputs: Mapping[str, Any], *numbers: Tensor) -> tuple[dict[str, Any], list[Tensor]]:
@@ -34,7 +32,7 @@ def read(inputs: Mapping[str, Any], *numbers: Tensor) -> tuple[dict[str, Any], l
     In one copy from a GPU, for which the host waits once; one more for each of floats. What is too large to describe a
     row (an S x S mask), and will be refused, stays where it is.
     """
-    found = {name: inputs[name] for name in _DESCRIBING if isinstance(inputs.get(name), Tensor)}
+    found = {name: inputs[name] for name in sorted(DOCUMENTS) if isinstance(inputs.get(name), Tensor)}
     found = {name: x for name, x in found.items() if x.dim() < 3 or name == "position_ids"}
     tensors = [x.cpu() if x.is_floating_point() and not x.is_meta else x for x in (*numbers, *found.values())]
     away = [x for x in tensors if x.device.type not in ("cpu", "meta")]

@@ -16,19 +16,9 @@ from transformers import PreTrainedModel
 from ringtile.errors import RefusedError
 from ringtile.hf.attention import hidden_mask
 from ringtile.hf.batch import ShardedBatch, active_batch, waiting_batch
-from ringtile.hf.families import CACHES
+from ringtile.hf.keys import LOSS, TEXT
 from ringtile.hf.patches import Patches
 from ringtile.seam import Cut, language_model, parameters_of
-
-# Arguments of a model's forward that are the same for text alone, or that say nothing of its tokens.
-_OF_TEXT = frozenset(
-    {
-        *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "kwargs"),
-        *(*CACHES, "use_cache", "cache_position", "num_items_in_batch", "logits_to_keep", "return_dict"),
-        *("output_attentions", "output_hidden_states", "output_router_logits", "skip_logits", "lm_kwargs"),
-    }
-)
-_LOCAL = frozenset({"labels", "shift_labels", "num_items_in_batch"})  # sharded before the model, of which they are
 
 
 class Seam:
@@ -47,7 +37,7 @@ class Seam:
         self._path = path
         around = [base, *(base.get_submodule(".".join(path.split(".")[:i])) for i in range(1, path.count(".") + 1))]
         taken = {name for outer in around for name in parameters_of(outer)}
-        self.keys = frozenset(taken - _OF_TEXT)
+        self.keys = frozenset(taken - TEXT - {"kwargs", "lm_kwargs"})
         self._parameters = parameters_of(module)
         patches.on_restore(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
 
@@ -66,8 +56,8 @@ class Seam:
     def _sharded(self, given: Mapping[str, Any], batch: ShardedBatch) -> dict[str, Any]:
         """What a language model is called with, of whole sequences -> of this rank's tokens."""
         cut = Cut(self._name, given, batch.sequence, batch.seq_len)
-        special = {"attention_mask", "position_ids", *_LOCAL}
-        local = {name: value for name, value in given.items() if name in _LOCAL} | cut.all_but(special)
+        special = {"attention_mask", "position_ids", *LOSS}  # the latter were sharded before the model
+        local = {name: value for name, value in given.items() if name in LOSS} | cut.all_but(special)
         mask = given.get("attention_mask")
         local["attention_mask"] = hidden_mask(self._name, mask, batch, cut.num_rows, cut.device)
         positions = given.get("position_ids")

@@ -18,14 +18,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ringtile.errors import InputError, RefusedError
+from ringtile.hf.keys import IGNORE_INDEX, SEGMENTS, TREE
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.tree import nodes, tree_position_ids
 
-IGNORE_INDEX = -100  # transformers' label of a position without a target
-_TREE = ("tree_parents", "tree_lengths")  # of a batch whose row is a tree
-_SEGMENTS = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")  # or those of TRL's TreeRow.pack
-_SHARED = ("input_ids", "attention_mask", "position_ids", "labels", "use_cache", "output_router_logits", "return_dict")
+_SHARED = ("input_ids", "attention_mask", "position_ids", "labels")
 
 
 @dataclass(eq=False)
@@ -109,7 +107,7 @@ def share(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[
 
 def key_of_tree(inputs: Mapping[str, Any]) -> str | None:
     """The key by which a batch says that its row is a tree; None: it is none."""
-    return next((keys[0] for keys in (_TREE, _SEGMENTS) if keys[0] in inputs), None)
+    return next((keys[0] for keys in (TREE, SEGMENTS) if keys[0] in inputs), None)
 
 
 def _nodes_of_segments(kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[int], list[int]]:
@@ -119,13 +117,13 @@ def _nodes_of_segments(kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Ten
     kv_index[cu_seqlens_k[i] : cu_seqlens_k[i + 1]]. InputError: a way is not that of its parent and its own tokens.
     """
     kv_index, of_queries, of_keys = (x[x >= 0] for x in (kv_index, cu_seqlens_q, cu_seqlens_k))
-    for name, bounds in zip(_SEGMENTS[1:], (of_queries, of_keys), strict=True):
+    for name, bounds in zip(SEGMENTS[1:], (of_queries, of_keys), strict=True):
         if bounds.numel() < 2 or bounds[0] != 0 or bool((bounds.diff() <= 0).any()):
             raise InputError(f"{name} is {bounds.tolist()!r:.200}; expected 0, ..., rising")
     if len(of_queries) != len(of_keys) or of_keys[-1] != len(kv_index):
         raise InputError(
-            f"{_SEGMENTS[1]} has {len(of_queries)} numbers, {_SEGMENTS[2]} {len(of_keys)} up to {int(of_keys[-1])}, "
-            f"{_SEGMENTS[0]} {len(kv_index)}; expected as many bounds, up to the last of {_SEGMENTS[0]}"
+            f"{SEGMENTS[1]} has {len(of_queries)} numbers, {SEGMENTS[2]} {len(of_keys)} up to {int(of_keys[-1])}, "
+            f"{SEGMENTS[0]} {len(kv_index)}; expected as many bounds, up to the last of {SEGMENTS[0]}"
         )
     ways = torch.split(kv_index, of_keys.diff().tolist())
     lengths, parents, of_last = of_queries.diff().tolist(), list[int](), dict[int, int]()
@@ -152,17 +150,17 @@ def unfold(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict
     Raises InputError, RefusedError.
     """
     ids, mask, labels, targets = (inputs.get(x) for x in ("input_ids", "attention_mask", "labels", "shift_labels"))
-    keys = _TREE if key_of_tree(inputs) == _TREE[0] else _SEGMENTS
+    keys = TREE if key_of_tree(inputs) == TREE[0] else SEGMENTS
     for name in keys:
         if name not in inputs:
             raise InputError(f"{name} is missing in the batch; expected it beside {keys[0]}")
     # The longest segment and way, which TRL's kernel is told, follow from the bounds.
-    dropped = {*keys, "shift_labels", *(["tree_max_seqlens"] if keys is _SEGMENTS else [])}
+    dropped = {*keys, "shift_labels", *(["tree_max_seqlens"] if keys is SEGMENTS else [])}
     for name, value in inputs.items():
         if isinstance(value, Tensor) and name not in dropped and name not in _SHARED:
-            raise RefusedError(f"the batch holds {name} beside {keys[0]}; expected only {', '.join(_SHARED[:4])}")
+            raise RefusedError(f"the batch holds {name} beside {keys[0]}; expected only {', '.join(_SHARED)}")
     columns = [torch.as_tensor(inputs[name]).flatten().long().cpu() for name in keys]
-    parents, lengths = _nodes_of_segments(*columns) if keys is _SEGMENTS else (x.tolist() for x in columns)
+    parents, lengths = _nodes_of_segments(*columns) if keys is SEGMENTS else (x.tolist() for x in columns)
     num_tokens = sum(lengths)
     held = None if ids is None or ids.dim() != 2 else ids.size(1) if mask is None else int(mask.ne(0).sum())
     if ids is None or held != num_tokens or ids.size(0) != 1 or (mask is not None and not mask[0, :num_tokens].all()):
