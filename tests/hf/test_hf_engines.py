@@ -59,6 +59,19 @@ def test_other_size_than_in_parallelism_config_is_named():
         assert "context_parallel_size is 1 but ParallelismConfig.cp_size is 2" in message
 
 
+def _context_of_accelerate():
+    with engine_arguments("FSDP2") as arguments:
+        trainer = make_trainer(parallelism_config=ParallelismConfig(cp_size=2), **arguments)
+        ringtile.enable(trainer, {})
+        prepared, context = trainer.accelerator._prepare_cp(trainer.model), trainer.accelerator._cp_context(buffers=[])
+        ringtile.restore(trainer)
+        return prepared == (trainer.model,), type(context).__name__, "_cp_context" in vars(trainer.accelerator)
+
+
+def test_accelerate_puts_no_hooks_on_attention():
+    assert run_ranks(2, _context_of_accelerate) == [(True, "nullcontext", False)] * 2
+
+
 def test_scheme_that_one_rank_cannot_have_is_named_where_accelerate_gives_no_size():
     with pytest.raises(ringtile.ConfigError, match="context_parallel_scheme: the scheme is usp:2, but the group has 1"):
         ringtile.enable(make_trainer(), {"context_parallel_scheme": "usp:2"})

@@ -219,7 +219,7 @@ def _touched_by(options, config):
 
 
 LOSS = {  # on a shard, or on what a group of one rank makes of a batch
-    *("model._forward_pre_hooks", "model._loss_function", "model.attention", "model.ringtile_own_attention"),
+    *("model._forward_pre_hooks", "model._loss_function", "model.attention"),
     *(f"trainer.{name}" for name in ("_ringtile_session", "compute_loss", "prediction_step", "training_step")),
 }
 GROUPS = {  # count as many processes as there are different batches
@@ -233,63 +233,43 @@ LLAMA = LOSS | GROUPS | LOST_RANKS | CHECKPOINTS
 BALANCING = {"model._forward_hooks", "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func"}
 LAYERS = "model.model.layers.*"
 UNCOUNTED = {"include_num_input_tokens_seen": "no"}
+DROPPING = functools.partial(tiny_model, "phi", attention_dropout=0.1, resid_pdrop=0.1)
+VISION = "model.model.vision_tower"
+ON_TWO_RANKS = {  # what is touched besides
+    "Llama": ({}, set()),
+    "tokens are counted": ({"include_num_input_tokens_seen": "all"}, {"trainer._track_num_input_tokens"}),
+    "RoPE that grows": ({"family": "llama-dynamic"}, {"model.model.rotary_emb.forward"}),
+    "dropout": (
+        {"model": DROPPING},
+        {f"{LAYERS}.{name}" for name in ("_forward_pre_hooks", "self_attn.ringtile_attention_dropout")}
+        | {f"{LAYERS}.resid_dropout.forward", "model._forward_hooks", "trainer.callbacks"},
+    ),
+    "experts": ({"family": "mixtral-balanced"}, BALANCING),
+    "hybrid": (  # its config has output_router_logits, which TRL's fused head reads
+        {"model": functools.partial(hybrid, "lfm2")},
+        {f"{LAYERS}.conv.{hooks}" for hooks in ("_forward_hooks", "_forward_pre_hooks")}
+        | {"transformers.models.lfm2.modeling_lfm2.causal_conv1d_fn", *BALANCING},
+    ),
+    "a loss of its own": ({"trainer_class": LastThird}, {"model._forward_hooks", "model.generate"}),
+    "images": (
+        {"model": functools.partial(image_model, "llava")},
+        {"model._forward_hooks", "model.model.language_model._forward_pre_hooks"}
+        | {f"{VISION}._forward_pre_hooks", f"{VISION}.forward"},
+    ),
+}
+TILES = {
+    *("trainer._ringtile_session", "model._loss_function", "model.lm_head.forward", "model.model.norm.forward"),
+    *(f"{LAYERS}.{norm}_layernorm.forward" for norm in ("input", "post_attention")),
+    *(f"{LAYERS}.mlp._z3_leaf", f"{LAYERS}.mlp.forward"),
+}
+METRICS = {"trainer._ringtile_session", "trainer.callbacks", "trainer.log", "trainer.training_step"}
 TOUCHED = {
     "nothing asked": ({}, {}, set()),
     "nothing but its layout": ({}, {"context_parallel_size": 1, "layout": "striped"}, set()),
-    "tiles": (
-        {},
-        {"tiled_mlp": True, "tiled_norm": True, "tiled_loss": True},
-        {
-            *("trainer._ringtile_session", "model._loss_function", "model.lm_head.forward", "model.model.norm.forward"),
-            *(f"{LAYERS}.{norm}_layernorm.forward" for norm in ("input", "post_attention")),
-            *(f"{LAYERS}.mlp._z3_leaf", f"{LAYERS}.mlp.forward"),
-        },
-    ),
-    "metrics": (
-        {},
-        {"log_metrics": True},
-        {"trainer._ringtile_session", "trainer.callbacks", "trainer.log", "trainer.training_step"},
-    ),
-    "Llama": (UNCOUNTED, CONFIG, LLAMA),
-    "tokens are counted": ({}, CONFIG, LLAMA | {"trainer._track_num_input_tokens"}),
-    "RoPE that grows": (
-        UNCOUNTED | {"family": "llama-dynamic"},
-        CONFIG,
-        LLAMA | {"model.model.rotary_emb.forward"},
-    ),
-    "dropout": (
-        UNCOUNTED | {"model": functools.partial(tiny_model, "phi", attention_dropout=0.1, resid_pdrop=0.1)},
-        CONFIG,
-        LLAMA
-        | {f"{LAYERS}.{name}" for name in ("_forward_pre_hooks", "self_attn.ringtile_attention_dropout")}
-        | {f"{LAYERS}.resid_dropout.forward", "model._forward_hooks", "trainer.callbacks"},
-    ),
-    "experts": (
-        UNCOUNTED | {"family": "mixtral-balanced"},
-        CONFIG,
-        LLAMA | BALANCING,
-    ),
-    "hybrid": (
-        UNCOUNTED | {"model": functools.partial(hybrid, "lfm2")},
-        CONFIG,
-        LLAMA
-        | {f"{LAYERS}.conv.{hooks}" for hooks in ("_forward_hooks", "_forward_pre_hooks")}
-        | {"transformers.models.lfm2.modeling_lfm2.causal_conv1d_fn"}
-        | BALANCING,  # its config has output_router_logits, which TRL's fused head reads
-    ),
-    "a loss of its own": (
-        UNCOUNTED | {"trainer_class": LastThird},
-        CONFIG,
-        LLAMA | {"model._forward_hooks", "model.generate"},
-    ),
-    "images": (
-        UNCOUNTED | {"model": functools.partial(image_model, "llava")},
-        CONFIG,
-        LLAMA
-        | {"model._forward_hooks", "model.model.language_model._forward_pre_hooks"}
-        | {f"model.model.vision_tower.{name}" for name in ("_forward_pre_hooks", "forward")},
-    ),
-    "trees on one rank": (UNCOUNTED, {"shared_prefix": True}, LOSS),
+    "tiles": ({}, {"tiled_mlp": True, "tiled_norm": True, "tiled_loss": True}, TILES),
+    "metrics": ({}, {"log_metrics": True}, METRICS),
+    "trees on one rank": ({}, {"shared_prefix": True}, LOSS),
+    **{kind: (UNCOUNTED | options, CONFIG, LLAMA | more) for kind, (options, more) in ON_TWO_RANKS.items()},
 }
 
 

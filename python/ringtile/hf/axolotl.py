@@ -93,7 +93,9 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
                 f"one of them to be 1: experts that ranks share have not been compared with one process"
             )
         patches = enable(trainer, config)
-        if hasattr(trainer, "_data_parallel_size"):  # since 0.21: for how many ranks balance_labels picks rows
+        if config.context_parallel_size > 1 and hasattr(
+            trainer, "_data_parallel_size"
+        ):  # since 0.21: for how many ranks balance_labels picks rows
             patches.wrap(trainer, "_data_parallel_size", lambda original: original() // config.context_parallel_size)
 
 

@@ -4,6 +4,7 @@ length."""
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +17,10 @@ from ringtile.hf import attention, temperature
 from ringtile.hf.batch import active_batch
 from ringtile.hf.patches import Patches
 
-_OWN_ATTENTION = "ringtile_own_attention"  # the attribute of a switched model: the names of its attention before
 _NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a tower's configuration
+
+# Of each switched model, the names of its attention before.
+_own_attention: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 # What to do about a model that no setting makes run on shards; ends a message.
 INSTEAD = (
@@ -88,9 +91,10 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
         model.set_attn_implementation(previous)
         for config in without:
             config._attn_implementation = None
+        _own_attention.pop(model, None)
 
     patches.on_restore(restore)
-    patches.set(model, _OWN_ATTENTION, previous)
+    _own_attention[model] = previous
     _set_attention(model)
     temperature.leave_to_ringtile(model, patches)
     if model.config.get_text_config()._attn_implementation != attention.NAME:
@@ -103,7 +107,7 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
 @contextlib.contextmanager
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
     """Inside, a switched model attends as it did before: to generate, which may need a function for its cache."""
-    model.set_attn_implementation(getattr(model, _OWN_ATTENTION))
+    model.set_attn_implementation(_own_attention[model])
     try:
         yield
     finally:
@@ -113,7 +117,7 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
 def _set_attention(model: PreTrainedModel) -> None:
     """Towers keep their own attention: they see whole images."""
     names = dict.fromkeys(model.config.sub_configs, attention.NAME) | {"": attention.NAME}
-    previous = getattr(model, _OWN_ATTENTION)
+    previous = _own_attention[model]
     model.set_attn_implementation(names | {name: previous[name] for name in _tower_configs(model) & previous.keys()})
 
 
