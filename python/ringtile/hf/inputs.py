@@ -40,6 +40,7 @@ class Reading(NamedTuple):
     shifts_labels: bool = True  # a token predicts the next label, not its own
     layers: Iterable[LayerMask] = ()  # what its layers attend, whose masks torch.compile cannot make
     besides: frozenset[str] = frozenset()  # what it takes besides text, such as images
+    checked: frozenset[str] = frozenset()  # switches that are refused elsewhere, of which its shards' part is known
 
 
 def shard_batch(
@@ -76,7 +77,7 @@ def shard_batch(
     }
     targets = "shift_labels" if shifts_labels else "labels"
     given = {name: inputs[name] for name in reading.besides if inputs.get(name) is not None}
-    _refuse(inputs, ({*PADDING, *_GLOBAL} - unknown) | reading.besides)
+    _refuse(inputs, ({*PADDING, *_GLOBAL} - unknown) | reading.besides, reading.checked)
     per_token = _per_token(inputs, main, reading, positions)
     on_host = read(inputs)[0] if on_host is None else on_host
     made = (
@@ -122,9 +123,9 @@ def shard_batch(
     return local, batch
 
 
-def _refuse(inputs: Mapping[str, Any], known: set[str]) -> None:
+def _refuse(inputs: Mapping[str, Any], known: set[str], checked: frozenset[str]) -> None:
     for name, reason in REFUSED.items():
-        if inputs.get(name):
+        if inputs.get(name) and name not in checked:
             raise RefusedError(f"the batch sets {name}; remove it under context parallelism: {reason}")
     for name, value in inputs.items():
         if name not in known and not _is_scalar(value):

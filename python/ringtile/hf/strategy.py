@@ -68,7 +68,8 @@ class Strategy(abc.ABC):
         self.shares_rows = checks.shares_rows(trainer)
         self.packing = Packing(base, causal=self.causal, hybrid=hybrid, speaks=speaks)
         routers = getattr(base.config.get_text_config(), "output_router_logits", False)
-        self.routers_checked = bool(routers or getattr(trainer, "aux_loss_enabled", False))  # by TRL's fused head
+        routers = routers or getattr(trainer, "aux_loss_enabled", False)  # TRL's fused head asks in the batch too
+        self.checked = frozenset({"output_router_logits"} if routers else ())
         self.training_checked = self.step_checked = False
         self.positions = Positions(base, patches)
         self.of_model: frozenset[str] = frozenset()  # what the model takes besides text
@@ -175,15 +176,13 @@ class Strategy(abc.ABC):
         """
         on_host = self.group.check_same_batch(inputs)
         is_tree = key_of_tree(inputs) is not None
-        if not is_tree:
-            self.packing.check(on_host)
-        routers = {"output_router_logits"} if self.routers_checked else set()  # TRL asks for them in the batch too
-        asked = {name: inputs[name] for name in routers & inputs.keys()}
-        given, rows = {name: x for name, x in inputs.items() if name not in routers}, None
-        positions = None if is_tree else self.positions.of_batch(on_host)
+        given, rows, positions = dict(inputs), None, None
         if is_tree:
             given, rows = unfold(given, given.get("position_ids"))
-        elif self.config.shared_prefix and not self.proves_whole:
+        else:
+            self.packing.check(on_host)
+            positions = self.positions.of_batch(on_host)
+        if self.config.shared_prefix and not is_tree and not self.proves_whole:
             if not self.shares_rows:
                 raise _no_tree(self.trainer)
             given, rows = share(given, given.get("position_ids", positions))
@@ -203,7 +202,6 @@ class Strategy(abc.ABC):
             self.positions.check_largest(batch.max_position)
         if self.proves_whole and not is_tree and self._is_plain(inputs):
             return self._whole(inputs), None
-        local.update(asked)
         self.num_batches += 1
         batch.group, batch.mean_share = self.group, 1 / batch.sequence.world_size
         assert batch.token_weights is not None
@@ -221,6 +219,7 @@ class Strategy(abc.ABC):
             shifts_labels=self.shifts_labels,
             layers=self.layers,
             besides=self.of_model,
+            checked=self.checked,
         )
 
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
