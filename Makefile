@@ -64,7 +64,7 @@ build/.cuda_one: $(CUDA)
 
 train: build
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m ringtile train configs/tiny_cpu.yaml \
-		--compare --json out/train.json --plot out/loss.png
+		--compare --json out/train.json
 
 ctest:
 	$(MAKE) -s $(JOBS) -C tests/c

@@ -38,7 +38,7 @@ TRAINERS = [
         "trl.trainer.dpo_trainer",
         "trl.trainer.reward_trainer",
     ),
-    *("ringtile.cli.training", "ringtile.cli.proofs", "ringtile.cli.report"),
+    "ringtile.cli.verify",
 ]
 
 

@@ -46,14 +46,19 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 class Section(BaseModel):
     """A mapping in a YAML file with a fixed set of keys: frozen; each error is a ConfigError that names the key."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False
+    )
     prefix: ClassVar[str] = ""  # put before the section's keys in errors, e.g. "data."
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError("; ".join(_explain(one, type(self)) for one in error.errors())) from None
+            first = {
+                each["loc"][:1]: each for each in reversed(error.errors())
+            }  # a union has one for each of its types
+            raise ConfigError("; ".join(_explain(one, type(self)) for one in reversed(first.values()))) from None
 
 
 class Config(Section):
@@ -150,9 +155,8 @@ def flat(given: Mapping[str, Any]) -> dict[str, Any]:
         return keys
     if not isinstance(nested, Mapping):
         raise ConfigError(f"context_parallel is {shown(nested)}; expected a mapping with {', '.join(NESTED)}")
+    check_keys(nested, NESTED, "context_parallel.")
     for name, value in nested.items():
-        if name not in NESTED:
-            raise ConfigError(f"unknown key context_parallel.{str(name)[:MAX_KEY]}: {nearest_key(name, NESTED)}")
         if keys.setdefault(NESTED[name], value) != value:
             raise ConfigError(
                 f"context_parallel.{name} is {shown(value)} and {NESTED[name]} is {shown(keys[NESTED[name]])}; "
@@ -178,6 +182,13 @@ def _in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
+def check_keys(given: Collection[str], known: Collection[str], prefix: str = "") -> None:
+    """ConfigError names the first unknown key, and the nearest known one."""
+    for key in given:
+        if key not in known:
+            raise ConfigError(f"unknown key {prefix}{str(key)[:MAX_KEY]}: {nearest_key(key, known)}")
+
+
 def nearest_key(key: str, valid: Collection[str]) -> str:
     """Completes the error for an unknown key: a valid key that is close, or all of them, or the closest of many."""
     key, names = str(key)[:MAX_KEY], sorted(valid)
@@ -192,11 +203,12 @@ def nearest_key(key: str, valid: Collection[str]) -> str:
 
 def _explain(error: Any, section: type[Section]) -> str:
     """One pydantic error as one line: the key, the value got, the value expected."""
-    key = ".".join(str(part) for part in error["loc"])
+    key = ".".join(str(part) for part in error["loc"] if isinstance(part, int) or part == error["loc"][0])
     if error["type"] == "extra_forbidden":
         return f"unknown key {section.prefix}{key[:MAX_KEY]}: {nearest_key(key, section.model_fields)}"
     if error["type"] == "missing":
         return f"{section.prefix}{key} is missing; expected a value for it"
     if not key:
         return str(error["ctx"]["error"])
-    return f"{section.prefix}{key} is {shown(error['input'])}; expected: {error['msg']}"
+    yes = " (without quotes, YAML reads yes, on, no and off as booleans)" if isinstance(error["input"], bool) else ""
+    return f"{section.prefix}{key} is {shown(error['input'])}; expected: {error['msg']}{yes}"

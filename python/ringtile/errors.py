@@ -92,6 +92,18 @@ def needs_extra(what: str, extra: str) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Tells what other libraries raise in the body as a ConfigError. what: the key that they work on."""
+    try:
+        yield
+    except RingtileError:
+        raise
+    except Exception as error:
+        plain = isinstance(error, ValueError | ImportError | OSError) and str(error)
+        raise ConfigError(f"{what}: {error if plain else with_kind(error)}") from error
+
+
 def with_kind(error: BaseException) -> str:
     """The kind of an error, and what it says: "ValueError: a bad row"; the kind alone if it says nothing."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")

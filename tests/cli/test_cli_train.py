@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import math
 import os
 import pathlib
 import re
 import subprocess
-import sys
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import datasets
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 import yaml
 from pool import run_command
 from ringtile.cli import main
-from ringtile.cli.data import DataConfig, find_files
-from ringtile.cli.recipe import SECTIONS, TRAINING_DEFAULTS, Recipe
-from ringtile.cli.report import compare, max_rel_diff
-from ringtile.cli.training import LossBar
+from ringtile.cli import train as train_verb
+from ringtile.cli.proofs import max_rel_diff
+from ringtile.cli.recipe import DEFAULTS, SECTIONS, DataConfig, Recipe
 from ringtile.config import Config
-from ringtile.hf.layers import LayerMask, layer_masks
-from ringtile.peak_memory import peak_bytes, reset_peak_bytes
+from ringtile.errors import ConfigError
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXT = "Every rank holds a part of the sequence; the ring brings the keys. " * 8
@@ -103,8 +102,6 @@ def test_losses_are_those_of_a_plain_loop(tmp_path: pathlib.Path) -> None:
     assert report["grad_norms"] == pytest.approx(norms, rel=1e-5)
     assert report["losses"][-1] < report["losses"][0]
     assert report["steps"] == [1, 2, 3, 4]
-    assert report["bytes_moved"] == report["plan_bytes"] == 0
-    assert report["patched"] == []
 
 
 def test_rows_longer_than_a_pretrained_model_was_made_for(
@@ -143,14 +140,13 @@ def test_rows_longer_than_a_pretrained_model_was_made_for(
     assert "unknown key model.rope_parameter: did you mean rope_parameters" in capsys.readouterr().err
 
 
-def test_evaluation_padding_and_plot(tmp_path: pathlib.Path) -> None:
+def test_evaluation_and_padding(tmp_path: pathlib.Path) -> None:
     (tmp_path / "eval.jsonl").write_text('{"body": "held out"}\n{"body": "and another one"}\n')
     data = {"files": "eval.jsonl", "eval_files": "eval.jsonl", "seq_len": 16, "packing": False, "text_column": "body"}
     path = write_config(tmp_path, data=data, training=TRAINING | {"eval_strategy": "steps", "eval_steps": 2})
-    report = train(path, "--plot", str(tmp_path / "plots" / "loss.png"))
-    assert report["eval_steps"] == [2, 4]
-    assert report["eval_losses"][1] < report["eval_losses"][0]
-    assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    evaluations = [log for log in train(path)["log_history"] if "eval_loss" in log]
+    assert [log["step"] for log in evaluations] == [2, 4]
+    assert evaluations[1]["eval_loss"] < evaluations[0]["eval_loss"]
 
 
 def test_trained_model_and_its_folder_are_taken_as_model(tmp_path: pathlib.Path) -> None:
@@ -176,62 +172,14 @@ def test_two_ranks_equal_one_process(tmp_path: pathlib.Path) -> None:
         tile_tokens=40,
         tiled_loss=True,
     )
-    options = [
-        "--compare",
-        "--json",
-        str(tmp_path / "out" / "train.json"),
-        "--plot",
-        str(tmp_path / "out" / "loss.png"),
-    ]
-    done = run_command(2, "train", str(path), *options)
+    done = run_command(2, "train", str(path), "--compare", "--json", str(tmp_path / "out" / "train.json"))
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out" / "train.json").read_text())
     assert len(report["losses"]) == len(report["losses_single"]) == 4
-    assert report["max_rel_loss_diff"] <= 1e-6
-    assert report["max_rel_grad_norm_diff"] <= 1e-5
-    assert report["bytes_moved"] == report["plan_bytes"] > 0
-    assert len(report["peak_bytes"]) == 2
-    assert report["eval_losses"][1] < report["eval_losses"][0]
-    assert (tmp_path / "out" / "loss.png").exists()
-    assert done.stdout.count("against one process") == 1  # rank 0 alone prints
-
-
-def torchrun(world_size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "HF_DATASETS_CACHE": str(datasets.config.HF_DATASETS_CACHE),
-    }
-    return subprocess.run([*launcher, "-m", "ringtile", *arguments], env=environment, capture_output=True, text=True)
-
-
-def test_each_layer_is_planned_with_its_own_window() -> None:
-    window = {"sliding_window": 8, "num_hidden_layers": 3}
-    assert layer_masks(transformers.MistralConfig(**window)) == [LayerMask(window=8)] * 3
-    assert layer_masks(transformers.LlamaConfig(num_hidden_layers=2)) == [LayerMask()] * 2
-    kinds = ["full_attention", "sliding_attention", "full_attention"]
-    expected = [LayerMask(), LayerMask(window=8), LayerMask()]
-    assert layer_masks(transformers.Gemma3TextConfig(**window, layer_types=kinds)) == expected
-
-
-def test_peak_memory_starts_anew() -> None:
-    bytearray(b"x") * (256 << 20)
-    reset_peak_bytes()
-    before = peak_bytes()
-    held = bytearray(b"x") * (64 << 20)
-    # Resident pages, counted in KiB: all of the array, but for what the allocator had at hand.
-    assert 60 << 20 <= peak_bytes() - before <= len(held) + (8 << 20)
-
-
-def test_progress_bar_shows_loss_and_speed() -> None:
-    """Return the metrics of all ranks, or this process's own where it is alone; else none."""
-    bar = LossBar(SimpleNamespace(tokens_per_s=lambda: 7.0))  # type: ignore[arg-type]
-    bar.training_bar = mock.Mock()
-    for world_size, more in ((2, {"tokens_per_s": 123.4}), (1, {}), (2, {})):
-        bar.on_log(SimpleNamespace(world_size=world_size), None, None, logs={"loss": 2.5, **more})
-    bar.on_log(SimpleNamespace(world_size=2), None, None, logs={"eval_loss": 2.5})
-    shown = [call.args[0] for call in bar.training_bar.set_postfix.call_args_list]
-    assert shown == [{"loss": "2.5000", "tokens/s": "123"}, {"loss": "2.5000", "tokens/s": "7"}, {"loss": "2.5000"}]
+    assert report["differences"]["losses"] <= 1e-6
+    assert report["differences"]["grad_norms"] <= 1e-5
+    assert all(log["bytes_moved"] > 0 for log in report["log_history"] if "loss" in log)
+    assert done.stdout.count("one process") == 1  # rank 0 alone prints
 
 
 # ---- the comparison -------------------------------------------------------------------------------
@@ -246,31 +194,83 @@ def test_max_rel_diff_of_anything_odd_is_no_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "failure"),
-    [
-        ({}, None),
-        ({"losses": [2.0, 1.0 + 2e-6]}, "max_rel_loss_diff"),
-        ({"losses": [2.0, math.nan]}, "max_rel_loss_diff"),
-        ({"losses": [2.0]}, "max_rel_loss_diff"),
-        ({"grad_norms": [0.5, 0.5 + 1e-4]}, "max_rel_grad_norm_diff"),
-        ({"bytes_moved": 8}, "bytes_moved"),
-        ({"data_digest": "b"}, "data.files"),
-    ],
+    ("losses", "status"), [([2.0, 1.0], 0), ([2.0, 1.0 + 2e-6], 1), ([2.0, math.nan], 1), ([2.0], 1)]
 )
-def test_comparison_fails_by_name(change: dict[str, Any], failure: str | None) -> None:
-    single = {"losses": [2.0, 1.0], "grad_norms": [0.5, 0.5], "tokens_per_s": 1.0, "data_digest": "a"}
-    failures = compare(single | {"bytes_moved": 4, "plan_bytes": 4} | change, single)
-    assert [line.split()[0] for line in failures] == ([] if failure is None else [failure])
+def test_comparison_can_fail(losses: list[float], status: int, tmp_path: pathlib.Path) -> None:
+    report = {"world_size": 2, "data_parallel_size": 1, "steps": [1, 2], "losses": losses, "grad_norms": [0.5]}
+    single = {"losses_single": [2.0, 1.0], "grad_norms_single": [0.5]}
+    args = argparse.Namespace(config=write_config(tmp_path), compare=True)
+    with mock.patch.multiple(train_verb, train=lambda recipe: report, train_alone=lambda *unused: single):
+        assert train_verb.run(args).status == status
 
 
 # ---- refusals -------------------------------------------------------------------------------------
 
 
-def test_ranks_refuse_alike_and_one_says_it(tmp_path: pathlib.Path) -> None:
+def errors_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith("ringtile: error: ")]
+
+
+def test_each_rank_says_why_it_refuses(tmp_path: pathlib.Path) -> None:
     done = run_command(2, "train", str(write_config(tmp_path, context_parallel_size=3)))
-    assert done.returncode != 0
-    assert done.stderr.count("ringtile: error: ") == 1
-    assert "context_parallel_size is 3 but there are 2 ranks" in done.stderr
+    assert done.args == [2, 2]
+    start = [f"ringtile: error: rank {rank}: context_parallel_size is 3 but there are 2 ranks" for rank in range(2)]
+    assert all(line.startswith(words) for line, words in zip(sorted(errors_of(done)), start, strict=True))
+
+
+def _another_rate() -> None:
+    load = Recipe.load
+
+    def load_another(*args: Any, **kwargs: Any) -> Recipe:
+        recipe = load(*args, **kwargs)
+        rate = 0.1 * (1 + int(os.environ["RANK"]))
+        return dataclasses.replace(recipe, training=recipe.training | {"learning_rate": rate})
+
+    Recipe.load = load_another  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("verb", ["train", pytest.param("verify", marks=pytest.mark.long)])
+def test_another_learning_rate_of_a_rank_is_refused(tmp_path: pathlib.Path, verb: str) -> None:
+    done = run_command(2, verb, str(write_config(tmp_path)), prepare=_another_rate)
+    assert done.args == [2, 2]
+    words = "training.learning_rate is 0.1 on rank 0 and 0.2 on rank 1; expected the same file on every rank"
+    assert sorted(errors_of(done)) == [f"ringtile: error: rank {rank}: {words}" for rank in range(2)]
+
+
+def _rank_1_has_no_model() -> None:
+    make_model = train_verb.make_model
+
+    def failing(*args: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            raise ConfigError("model: no folder")
+        return make_model(*args)
+
+    train_verb.make_model = failing
+
+
+def test_rank_that_fails_alone_says_why(tmp_path: pathlib.Path) -> None:
+    """Its launcher ends the others."""
+    variables = {"HF_DATASETS_CACHE": str(tmp_path / "datasets")}
+    done = run_command(2, "train", str(write_config(tmp_path)), prepare=_rank_1_has_no_model, variables=variables)
+    assert done.args[1] == 2
+    assert done.args[0] != 0
+    assert "ringtile: error: rank 1: model: no folder" in errors_of(done)
+
+
+def _say_the_timeout_of_the_world() -> None:
+    def make_model(*args: Any) -> Any:
+        timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+        raise ConfigError(f"the timeout is {timeout.total_seconds():g} s")
+
+    train_verb.make_model = make_model
+
+
+def test_ddp_timeout_holds_on_cpus_too(tmp_path: pathlib.Path) -> None:
+    """transformers passes it on with a GPU alone."""
+    config = write_config(tmp_path, training=TRAINING | {"ddp_timeout": 7})
+    variables = {"HF_DATASETS_CACHE": str(tmp_path / "datasets")}
+    done = run_command(2, "train", str(config), prepare=_say_the_timeout_of_the_world, variables=variables)
+    assert "rank 0: the timeout is 7 s" in done.stderr
 
 
 # ---- configurations and their documentation -------------------------------------------------------
@@ -281,8 +281,8 @@ def test_paths_start_at_the_folder_of_the_file(tmp_path: pathlib.Path, monkeypat
     path = write_config(tmp_path)
     monkeypatch.chdir(tmp_path / "elsewhere")
     recipe = Recipe.load(pathlib.Path("..", path.name))
-    assert find_files(recipe.data.files, "data.files") == [str(tmp_path / "text.txt")]
-    assert recipe.training == TRAINING_DEFAULTS | TRAINING | {"learning_rate": 0.1}
+    assert recipe.data.files == [str(pathlib.Path.cwd() / ".." / "text.txt")]
+    assert recipe.training == DEFAULTS | TRAINING | {"learning_rate": 0.1}
     (tmp_path / "elsewhere" / "again.yaml").write_text(json.dumps(recipe.mapping()))
     assert Recipe.load(tmp_path / "elsewhere" / "again.yaml") == recipe
 

@@ -58,5 +58,5 @@ def test_losses_are_those_of_one_process(launcher: str, tmp_path: pathlib.Path) 
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(report.read_text())
     assert said["world_size"] == 2
-    assert said["max_rel_loss_diff"] <= 1e-6
+    assert said["differences"]["losses"] <= 1e-6
     assert said["losses"][-1] < said["losses"][0]

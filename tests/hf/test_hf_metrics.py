@@ -10,12 +10,18 @@ import pytest
 import ringtile
 import torch
 import torch.distributed as dist
+import transformers
 from hf_training import Padded, make_trainer, train
 from pool import run_ranks
-from ringtile.cli.meter import Meter
+from ringtile.attn.auto import scheme_of
+from ringtile.first_batch.run import is_recording
 from ringtile.hf import first_batch, metrics
-from ringtile.peak_memory import peak_bytes
-from transformers import TrainerCallback
+from ringtile.hf.batch import ShardedBatch, active_batch
+from ringtile.hf.layers import LayerMask, layer_masks
+from ringtile.peak_memory import peak_bytes, reset_peak_bytes
+from ringtile.planner.layer import plan_of
+from ringtile.sequence.plan import Shape
+from transformers import PreTrainedModel, TrainerCallback
 
 KEYS = {"tokens_per_s", "tokens_per_rank", "bytes_moved", "wait_share", "peak_bytes"}
 TOKENS = 4 * 24  # of a step: 2 batches of 2 rows of 24 tokens
@@ -60,14 +66,45 @@ class Reporter(TrainerCallback):
         self.logged.append(dict(logs))
 
 
+class PlannedBytes(TrainerCallback):
+    """Adds up the plans of all layers for each sharded batch of a step; after the step, which resolves schemes."""
+
+    def __init__(self, model: PreTrainedModel, forward_passes: int = 1) -> None:
+        """forward_passes: forward rings of a layer in one step; 2 under gradient checkpointing."""
+        self.config, self.dtype, self.forward_passes = model.config.get_text_config(), model.dtype, forward_passes
+        self.total, self.in_step = 0, False
+        self.batches: list[tuple[ShardedBatch, int]] = []  # of this step, with their rows
+        model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
+
+    def before_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.in_step and not is_recording() and (sharded := active_batch()) is not None:
+            self.batches.append((sharded, kwargs["input_ids"].size(0)))
+
+    def on_step_begin(self, *unused: Any, **also_unused: Any) -> None:
+        self.in_step = True
+
+    def on_step_end(self, *unused: Any, **also_unused: Any) -> None:
+        self.in_step = False
+        num_heads = self.config.num_attention_heads
+        num_kv_heads = getattr(self.config, "num_key_value_heads", None) or num_heads
+        head_dim = getattr(self.config, "head_dim", None) or self.config.hidden_size // num_heads
+        while self.batches:
+            sharded, batch_size = self.batches.pop(0)
+            shape = Shape(batch_size, num_heads, num_kv_heads, head_dim, head_dim, self.dtype)
+            for layer in layer_masks(self.config):
+                sequence = sharded.narrowed(layer)
+                mine = plan_of(sequence.mask, sequence.layout, shape, scheme_of(sequence, shape)).ranks[sequence.rank]
+                self.total += self.forward_passes * mine.forward_bytes_sent + mine.backward_bytes_sent
+
+
 def logged(config: dict[str, Any], **arguments: Any) -> tuple[list[dict[str, Any]], int]:
     """The logged lines with a loss on this rank, and the bytes that the plans of its rings send in all steps."""
     clock = Clock()
     mocked = mock.Mock(perf_counter=clock)
     with mock.patch.object(metrics, "time", mocked), mock.patch.object(first_batch, "time", mocked):
         trainer = make_trainer(collator=Padded24(), **arguments)
-        meter, reporter = Meter(trainer.model, trainer.args), Reporter(clock)
-        for callback in (meter, reporter):
+        planned, reporter = PlannedBytes(trainer.model), Reporter(clock)
+        for callback in (planned, reporter):
             trainer.add_callback(callback)
         ringtile.enable(trainer, config)
         trainer.train()
@@ -75,7 +112,7 @@ def logged(config: dict[str, Any], **arguments: Any) -> tuple[list[dict[str, Any
     in_history = [line for line in trainer.state.log_history if "loss" in line]
     lines = [line for line in reporter.logged if "loss" in line]
     assert [{**line, "step": of_state["step"]} for line, of_state in zip(lines, in_history, strict=True)] == in_history
-    return lines, meter.plan_bytes
+    return lines, planned.total
 
 
 def test_metrics_are_those_of_the_data_the_plan_and_the_clock() -> None:
@@ -137,3 +174,21 @@ def test_metrics_are_off_by_default_and_change_no_number() -> None:
     assert measured.metrics[0].keys() >= KEYS
     assert measured.losses == plain.losses
     assert measured.grad_norms == plain.grad_norms
+
+
+def test_each_layer_is_planned_with_its_own_window() -> None:
+    window = {"sliding_window": 8, "num_hidden_layers": 3}
+    assert layer_masks(transformers.MistralConfig(**window)) == [LayerMask(window=8)] * 3
+    assert layer_masks(transformers.LlamaConfig(num_hidden_layers=2)) == [LayerMask()] * 2
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    expected = [LayerMask(), LayerMask(window=8), LayerMask()]
+    assert layer_masks(transformers.Gemma3TextConfig(**window, layer_types=kinds)) == expected
+
+
+def test_peak_memory_starts_anew() -> None:
+    bytearray(b"x") * (256 << 20)
+    reset_peak_bytes()
+    before = peak_bytes()
+    held = bytearray(b"x") * (64 << 20)
+    # Resident pages, counted in KiB: all of the array, but for what the allocator had at hand.
+    assert 60 << 20 <= peak_bytes() - before <= len(held) + (8 << 20)

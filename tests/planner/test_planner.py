@@ -410,7 +410,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "padding": ({"pad_token_id": 10**6}, "model: AssertionError: Padding_idx must be within num_embeddings"),
     "rope": ({"rope_parameters": {"rope_type": "spiral"}}, "model: KeyError: 'spiral'"),
     "dtype": ({"dtype": "spiral"}, "model: AttributeError: module 'torch' has no attribute 'spiral'"),
-    "activation": ({"hidden_act": 7}, "model.hidden_act: Field 'hidden_act' expected str, got int"),
+    "activation": ({"hidden_act": 7}, "Field 'hidden_act' expected str, got int"),
     "partial": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 99}},
         "broadcastable",

@@ -15,7 +15,7 @@ from typing import Any
 import ringtile
 import torch
 import transformers
-from ringtile.cli.report import MAX_REL_LOSS_DIFF, max_rel_diff
+from ringtile.cli.proofs import LIMITS, max_rel_diff
 from ringtile.hf.batch import CHECKPOINTING
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -299,7 +299,7 @@ def compare(results: list[dict[str, Any]], expected: dict[str, Any]) -> dict[str
     for result in results:
         found = differences(result, expected)
         of_eval = max_rel_diff([result["eval_loss"]], [expected["eval_loss"]]) if expected["eval_loss"] else 0.0
-        if not equal(found) or not of_eval <= MAX_REL_LOSS_DIFF:
+        if not equal(found) or not of_eval <= LIMITS["losses"]:
             words = ", ".join(f"{name} by {difference:.1e}" for name, difference in found.items())
             return {"verdict": "wrong", "words": f"{words}, eval loss by {of_eval:.1e}"}
     return {"verdict": "exact", "words": ""}

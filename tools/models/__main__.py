@@ -100,7 +100,7 @@ def decide(name: str, ranks: Processes, alone: Processes) -> dict[str, Any]:
 def _decide(
     name: str, ranks: Processes, alone: Processes, dtype: torch.dtype, config: dict[str, Any]
 ) -> dict[str, Any]:
-    from ringtile.cli.limits import read_config
+    from ringtile.cli.model_config import read_config
 
     from tools.models.tiny_training import differences, equal, train
 

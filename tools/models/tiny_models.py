@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ringtile.cli.limits import LAYER_COUNTS
+from ringtile.cli.model_config import LAYER_COUNTS
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,

@@ -11,7 +11,7 @@ from typing import Any
 import ringtile
 import torch
 import transformers
-from ringtile.cli.report import MAX_REL_GRAD_NORM_DIFF, MAX_REL_LOSS_DIFF, max_rel_diff
+from ringtile.cli.proofs import LIMITS, max_rel_diff
 from ringtile.errors import RingtileError
 from ringtile.hf.trainer import first_batch_of
 from transformers import PretrainedConfig, PrinterCallback, Trainer, TrainingArguments
@@ -111,7 +111,7 @@ def differences(run: dict[str, Any], expected: dict[str, Any]) -> dict[str, floa
 
 def equal(difference: dict[str, float]) -> bool:
     """Whether two runs in float32 agree to rounding. False for NaN."""
-    limits = {"losses": MAX_REL_LOSS_DIFF, "gradient norms": MAX_REL_GRAD_NORM_DIFF, "weights": MAX_REL_WEIGHT_DIFF}
+    limits = {"losses": LIMITS["losses"], "gradient norms": LIMITS["grad_norms"], "weights": MAX_REL_WEIGHT_DIFF}
     return all(difference[name] <= limit for name, limit in limits.items())
 
 

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import os
 import pathlib
 import sys
 import time
@@ -17,10 +18,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ringtile import __version__
-from ringtile.cli import environment, world
+from ringtile.cli import environment
 from ringtile.cli.output import check_output, write_json
-from ringtile.ending import end
-from ringtile.errors import EXTRAS, ConfigError, PeerLostError, RingMismatchError, RingtileError
+from ringtile.errors import EXTRAS, ConfigError, RingtileError
 
 REFUSED = 2  # the exit status
 MAX_LINE = 1000  # characters of an error
@@ -42,11 +42,12 @@ class Outcome(NamedTuple):
 
 
 def command() -> NoReturn:
-    """The program `ringtile`. A run that has refused, or lost a rank, ends at once: nothing follows its reason, and
-    torch waits for nobody."""
+    """The program `ringtile`. A run that has refused, or lost a rank, ends at once: Python's own end waits for threads
+    and destructors of torch, and those may wait for a rank that never answers."""
     status = main()
     if status == REFUSED:
-        end(status)
+        sys.stdout.flush()
+        os._exit(status)
     sys.exit(status)
 
 
@@ -70,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if name in arguments:  # only this verb is imported: doctor must run where train's dependencies are missing
                 verb_module(name).add_arguments(verb)
         args = parser.parse_args(arguments)
+        if args.verb in ("train", "verify"):
+            environment.check_world()
         if args.json and environment.rank() == 0:
             check_output(args.json, "--json")
         outcome: Outcome = verb_module(args.verb).run(args)
@@ -81,36 +84,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         package = error.name.partition(".")[0]
         packages = EXTRAS["train"] if package in EXTRAS["train"] else package
         return refuse(f"{package} is not installed; install it: pip install {packages}")
-    except PeerLostError as error:
-        return refuse(f"rank {environment.rank()}: {error}", every_rank=True)
-    except RingMismatchError as error:
-        refuse(f"rank {environment.rank()}: {error}", every_rank=True)
-        world.leave()
-        return REFUSED
     except RingtileError as error:
-        every_rank = not environment.is_sound()
-        refuse(str(error) if every_rank else world.fail(error), every_rank)
-        world.leave()
-        return REFUSED
-    except Exception as error:
-        from ringtile.hf.peers import of_a_collective
-        from ringtile.transport.transport import reason_of
-
-        if not of_a_collective(error):
-            world.fail(error)
-            raise
-        if reason := world.heard():
-            return refuse(reason)
-        lost = f"a rank was lost: {reason_of(error)}; see the other ranks' logs for the cause"
-        return refuse(f"rank {environment.rank()}: {lost}", every_rank=True)
+        return refuse(str(error))
     return outcome.status
 
 
-def refuse(message: str, every_rank: bool = False) -> int:
-    """Prints why, on one line, and returns the exit status. Of ranks that refuse alike, one prints."""
-    line = one_line(f"ringtile: error: {message}")
-    if every_rank or world.first_to_say(line):
-        print(line, file=sys.stderr, flush=True)
+def refuse(message: str) -> int:
+    """Prints why, on one line, with the rank if there are several, and returns the exit status."""
+    of_rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    line = one_line(f"ringtile: error: {of_rank}{message}")
+    print(line, file=sys.stderr, flush=True)
     if (file := environment.error_file()) is not None:  # torchrun shows it at the end of its own summary
         said = {"message": line, "extraInfo": {"timestamp": str(int(time.time())), "py_callstack": line}}
         with contextlib.suppress(OSError):

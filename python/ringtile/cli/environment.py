@@ -22,11 +22,6 @@ def rank() -> int:
     return _integer("RANK", 0, 0)
 
 
-def local_rank() -> int:
-    """The rank of this process among those of its machine; 0 without torchrun. ConfigError: the variable is no rank."""
-    return _integer("LOCAL_RANK", 0, 0)
-
-
 def world_size() -> int:
     """The number of ranks; 1 without torchrun. ConfigError: the variable is no number of ranks."""
     return _integer("WORLD_SIZE", 1, 1)
@@ -45,23 +40,10 @@ def check_world() -> None:
         if not os.environ.get(name):
             given = ", ".join(each for each in TORCHRUN_VARIABLES if os.environ.get(each)) or "none"
             raise ConfigError(f"{name} is not set, but of the launcher's variables {given}; {_LAUNCHER}")
-    _check_numbers()
-
-
-def is_sound() -> bool:
-    """Whether the variables, as far as they are set, say which rank this is."""
-    try:
-        _check_numbers()
-    except ConfigError:
-        return False
-    return True
-
-
-def _check_numbers() -> None:
     if rank() >= world_size():
         raise ConfigError(f"RANK is {rank()} and WORLD_SIZE {world_size()}; expected a smaller rank; {_LAUNCHER}")
-    local_rank()
     local_world_size()
+    _integer("LOCAL_RANK", 0, 0)
     _integer("MASTER_PORT", 29500, 1, 65535)
 
 

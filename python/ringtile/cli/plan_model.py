@@ -17,7 +17,7 @@ import torch
 from ringtile.cli import Outcome, plan_run
 from ringtile.cli.output import check_output, write_output
 from ringtile.config import MAX_KEY, Config, nearest_key
-from ringtile.errors import ConfigError
+from ringtile.errors import ConfigError, refusing
 from ringtile.planner.optimizers import OPTIMIZERS
 from ringtile.planner.sizes import bytes_text, parse_bytes, parse_rates, parse_tokens, tokens_text
 from ringtile.scheme import Scheme
@@ -186,12 +186,10 @@ def run(args: argparse.Namespace) -> Outcome:
 @contextlib.contextmanager
 def _told_as_ours() -> Iterator[None]:
     """What the code of a model raises, as a ConfigError, without the traceback that torch logs before it."""
-    from ringtile.cli.recipe import told_as_ours
-
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
-        with told_as_ours("model"):
+        with refusing("model"):
             yield
     finally:
         logger.disabled = before
@@ -304,13 +302,12 @@ def model_config(name: str, has_images: bool) -> Any:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
-    from ringtile.cli.limits import check_model_config, read_config
-    from ringtile.cli.recipe import pretrained_config, told_as_ours
+    from ringtile.cli.model_config import check_model_config, pretrained_config, read_config
 
     types, kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model"
     if has_images:
         types, kind = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "model of images and text"
-    with told_as_ours("model"):
+    with refusing("model"):
         if os.path.isdir(name):
             config: Any = read_config(name)
         elif "/" in name:
@@ -325,7 +322,7 @@ def model_config(name: str, has_images: bool) -> Any:
             raise ConfigError(
                 f"--model is of type {config.model_type}; expected a {kind} (docs/guide/models.md lists them){more}"
             )
-        check_model_config(config, is_built=False)
+        check_model_config(config)
     return config
 
 

@@ -38,8 +38,9 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
     """The planner's Setup and the tokens of a row. ConfigError."""
     from transformers import TrainingArguments
 
-    from ringtile.cli.limits import check_model_config
-    from ringtile.cli.recipe import Recipe, check_fits, make_encoder, make_model_config, pretrained_config, told_as_ours
+    from ringtile.cli.data import make_encoder
+    from ringtile.cli.model_config import make_config
+    from ringtile.cli.recipe import Recipe
     from ringtile.planner.setup import Setup
 
     for name, default in _SAID.items():
@@ -51,13 +52,8 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
     recipe = Recipe.load(args.run)
     training, keys = recipe.training, recipe.ringtile
     seq_len = recipe.data.seq_len if args.seq_len is None else parse_tokens(args.seq_len)
-    with told_as_ours("model"):
-        if "model_type" in recipe.model:
-            config = make_model_config(recipe.model, seq_len, make_encoder(recipe))
-        else:
-            config = pretrained_config(recipe.model)
-            check_fits(config, 0, seq_len, recipe.model["name"])
-        check_model_config(config, is_built=False)
+    vocab_size = 0 if "name" in recipe.model else make_encoder(recipe).vocab_size  # a name needs no tokenizer here
+    config = make_config(recipe.model, seq_len, vocab_size)
     devices = keys.context_parallel_size if args.devices is None else args.devices
     if devices < 1 or devices % keys.context_parallel_size:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The ops that `ringtile verify` checks: on all ranks, with the model's sizes, against plain float64 on one.
+"""What `ringtile verify` compares: ops on all ranks, with the model's sizes, against plain float64 on one; trainings.
 
 Shape letters: B batch, S global tokens, H query heads, G kv heads, D head dim, E hidden size, V vocabulary.
 """
@@ -6,7 +6,7 @@ Shape letters: B batch, S global tokens, H query heads, G kv heads, D head dim, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,18 @@ from ringtile.sequence.mask import IntervalMask
 MAX_TOKENS = 320  # in a check: enough for uneven shards and tiles; float64 scores of all pairs still fit
 MAX_VOCABULARY = 4096
 EPS = 2.0**-24  # half an ulp of 1 in float32
+# Two runs of the same training may differ by this much, relative. Losses and norms are float32 sums of the same terms
+# in another order: an ulp is 1.2e-7, a sum is off by a few, and every step starts from weights that are off as much.
+LIMITS = {"losses": 1e-6, "grad_norms": 1e-5}
+
+
+def max_rel_diff(values: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest |value - reference| / |reference|; NaN if any is NaN, infinite if the counts differ."""
+    if len(values) != len(reference):
+        return math.inf
+    pairs = zip(values, reference, strict=True)
+    diffs = [0.0 if x == y else abs(x - y) / abs(y) if y else math.inf for x, y in pairs]
+    return math.nan if any(map(math.isnan, diffs)) else max(diffs, default=0.0)
 
 
 class Proof(NamedTuple):

@@ -7,6 +7,8 @@ torchrun --standalone --nproc-per-node 2 -m ringtile train run.yaml    two ranks
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gc
 import json
 import pathlib
 import subprocess
@@ -14,52 +16,97 @@ import sys
 import tempfile
 from typing import Any
 
+import datasets  # type: ignore[import-untyped]
 import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, set_seed
 
-from ringtile.cli import Outcome, world
+import ringtile
+from ringtile.cli import Outcome
+from ringtile.cli.data import Encoder, load_documents, make_collator, make_encoder, make_rows
+from ringtile.cli.doctor import versions
 from ringtile.cli.environment import local_world_size, rank, without_torchrun
-from ringtile.cli.output import check_output, write_json
-from ringtile.errors import ConfigError, RingtileError
-
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+from ringtile.cli.model_config import make_config
+from ringtile.cli.output import table, write_json
+from ringtile.cli.proofs import LIMITS, max_rel_diff
+from ringtile.cli.recipe import Recipe, check_same, make_arguments
+from ringtile.errors import ConfigError, RingtileError, refusing
+from ringtile.hf.trainer import first_batch_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG.yaml", type=pathlib.Path, help="every key: docs/guide/train.md")
-    parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="plot the losses into FILE (loss.png)")
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="then repeat it in one process without ringtile; status 1 unless losses and gradient norms agree",
-    )
+    parser.add_argument("--compare", action="store_true", help="repeat it in one process; status 1 unless losses agree")
 
 
 def run(args: argparse.Namespace) -> Outcome:
-    """Trains; rank 0 compares, plots and prints."""
-    from ringtile.cli.recipe import Recipe
-    from ringtile.cli.report import compare, plot_losses, print_summary
-    from ringtile.cli.training import train
-
-    if args.plot and rank() == 0:
-        if args.plot.suffix not in PLOT_SUFFIXES:
-            raise ConfigError(f"--plot is {args.plot}; expected a file name ending in {', '.join(PLOT_SUFFIXES)}")
-        check_output(args.plot, "--plot")
-    recipe = world.alike(lambda: Recipe.load(args.config))
+    """Trains; with --compare, rank 0 trains once more alone, and prints both losses."""
+    recipe = Recipe.load(args.config)
     report = train(recipe)
-    failures: list[str] = []
-    if rank() == 0:
-        if args.compare:
-            failures = compare(report, train_alone(recipe, report["data_parallel_size"]))
-        if args.plot:
-            plot_losses(args.plot, report)
-        print_summary(report)
-        for failure in failures:
-            print(f"ringtile: comparison failed: {failure}", file=sys.stderr)
-    return Outcome(int(bool(failures)), report)
+    if rank() > 0 or not args.compare:
+        return Outcome(0, report)
+    report |= train_alone(recipe, report["data_parallel_size"])
+    curve = [*zip(report["steps"], report["losses"], report["losses_single"], strict=False)]
+    shown = [(str(n), f"{a:.7f}", f"{b:.7f}") for n, a, b in curve[:: min(-1, -len(curve) // 10)][::-1]]
+    print(table("loss", shown, ("step", f"{report['world_size']} ranks", "one process"), right=True))
+    report["differences"] = {key: max_rel_diff(report[key], report[f"{key}_single"]) for key in LIMITS}
+    for key, difference in report["differences"].items():
+        print(f"largest relative difference of {key}: {difference:.1e}, allowed {LIMITS[key]:.0e}")
+    return Outcome(int(not all(report["differences"][key] <= LIMITS[key] for key in LIMITS)), report)  # NaN fails too
 
 
-def train_alone(recipe: Any, data_parallel_size: int) -> dict[str, Any]:
-    """The report of the same training in one separate process, with the threads of all ranks of this machine."""
+def make_model(recipe: Recipe, encoder: Encoder) -> PreTrainedModel:
+    config, name = make_config(recipe.model, recipe.data.seq_len, encoder.vocab_size), recipe.model.get("name")
+    with refusing("model"):
+        auto = AutoModelForCausalLM
+        model: PreTrainedModel = auto.from_pretrained(name, config=config) if name else auto.from_config(config)  # type: ignore[no-untyped-call]
+    return model
+
+
+def train(recipe: Recipe) -> dict[str, Any]:
+    """Trains, and returns the report of the run, the same on every rank. ConfigError: the recipe cannot run."""
+    args = make_arguments(recipe.training)
+    check_same(recipe)
+    encoder, rows = make_encoder(recipe), {}
+    datasets.disable_progress_bars()
+    with args.main_process_first(desc="reading the data"):  # the others then read the cache of `datasets`
+        for key in ("files", "eval_files"):
+            if patterns := getattr(recipe.data, key):
+                documents = load_documents(patterns, recipe.data.text_column, f"data.{key}")
+                rows[key] = make_rows(documents, recipe, encoder, f"data.{key}")
+    set_seed(args.seed)
+    model = make_model(recipe, encoder)
+    with refusing("training"):
+        trainer = Trainer(model, args, make_collator(encoder.end), rows["files"], rows.get("eval_files"))
+    if args.fsdp and not trainer.is_fsdp_enabled:
+        raise ConfigError("training.fsdp is set, but accelerate ignores it on a CPU; expected GPUs")
+    if recipe.ringtile != ringtile.Config() or args.world_size > 1:
+        ringtile.enable(trainer, recipe.ringtile.model_copy(update={"log_metrics": True}))
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if args.save_strategy != "no":
+        trainer.save_model()
+    proof, history = first_batch_of(trainer), trainer.state.log_history
+    ringtile.restore(trainer)
+    del trainer, model
+    gc.collect()  # the last owner of a process group joins gloo's threads, one of which may need the GIL for a tensor
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    logs = [log for log in history if "loss" in log]
+    return {
+        "world_size": args.world_size,
+        "data_parallel_size": args.world_size // recipe.ringtile.context_parallel_size,
+        "steps": [log["step"] for log in logs],
+        "losses": [log["loss"] for log in logs],
+        "grad_norms": [log["grad_norm"] for log in logs],
+        "log_history": history,
+        "first_batch": None if proof is None else dataclasses.asdict(proof),
+        "recipe": recipe.mapping(),
+        "versions": versions(),
+    }
+
+
+def train_alone(recipe: Recipe, data_parallel_size: int) -> dict[str, Any]:
+    """What the same training logs in one separate process, with the threads of all ranks of this machine."""
     environment = without_torchrun()
     environment["OMP_NUM_THREADS"] = str(torch.get_num_threads() * local_world_size())
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve each other on a busy machine
@@ -67,10 +114,7 @@ def train_alone(recipe: Any, data_parallel_size: int) -> dict[str, Any]:
         config, result = pathlib.Path(folder, "single.yaml"), pathlib.Path(folder, "single.json")
         write_json(config, recipe.alone(data_parallel_size, folder).mapping())  # JSON is YAML
         command = [sys.executable, "-m", "ringtile", "train", str(config), "--json", str(result)]
-        done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL)
-        if done.returncode:
-            raise RingtileError(
-                f"the run in one process, to compare with, ended with status {done.returncode}; see its error above"
-            )
-        report: dict[str, Any] = json.loads(result.read_text())
-    return report
+        if status := subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode:
+            raise RingtileError(f"the run in one process ended with status {status}; see its error above")
+        report = json.loads(result.read_text())
+    return {f"{key}_single": report[key] for key in LIMITS}

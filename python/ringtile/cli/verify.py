@@ -13,10 +13,14 @@ import pathlib
 from typing import Any
 
 import ringtile
-from ringtile.cli import Outcome, world
+from ringtile.cli import Outcome
+from ringtile.cli.data import make_encoder
 from ringtile.cli.environment import rank
 from ringtile.cli.output import table
-from ringtile.errors import RingtileError
+from ringtile.cli.proofs import LIMITS, max_rel_diff, prove_ops
+from ringtile.cli.recipe import Recipe, check_same, make_arguments
+from ringtile.cli.train import make_model, train, train_alone
+from ringtile.hf.group import ContextParallelGroup
 
 STEPS = 5
 DEFAULT_SEQ_LEN = 512
@@ -37,7 +41,6 @@ TRAINING = {
     "load_best_model_at_end": False,
     "resume_from_checkpoint": None,
 }
-ENGINE_KEYS = ("fsdp", "fsdp_config", "deepspeed", "parallelism_config")  # not for the run in one process
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,35 +49,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Checks the ops, then trains on all ranks and in one process; rank 0 prints a table. Status 1: a check failed."""
-    from ringtile.cli.proofs import prove_ops
-    from ringtile.cli.recipe import Recipe, make_arguments, make_encoder, make_model
-    from ringtile.cli.report import DATA_CHANGED
-    from ringtile.cli.train import train_alone
-    from ringtile.cli.training import train
-    from ringtile.hf.group import ContextParallelGroup
-
-    recipe = world.alike(lambda: Recipe.load(args.config, default_data=default_data()))
-    recipe = dataclasses.replace(
-        recipe, training=recipe.training | TRAINING, data=recipe.data.model_copy(update={"eval_files": []})
-    )
+    recipe = Recipe.load(args.config, default_data=default_data())
+    data = recipe.data.model_copy(update={"eval_files": []})
+    recipe = dataclasses.replace(recipe, training=recipe.training | TRAINING, data=data)
     arguments = make_arguments(recipe.training)
-    config = recipe.ringtile
-    group = None
+    check_same(recipe)
+    config, group = recipe.ringtile, None
     if config.context_parallel_size > 1:
         group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, arguments.device)
     model: Any = make_model(recipe, make_encoder(recipe))
     proofs = prove_ops(model.float(), config, group.process_group if group else None)
     del model, group
     report = train(recipe)
-    outcome: dict[str, Any] = {}
-    if rank() == 0:
-        plain = {key: value for key, value in recipe.training.items() if key not in ENGINE_KEYS}
-        single = train_alone(dataclasses.replace(recipe, training=plain), report["data_parallel_size"])
-        if single["data_digest"] != report["data_digest"]:
-            raise RingtileError(DATA_CHANGED)
-        outcome = verdict([proof._asdict() for proof in proofs], report, single)
-        print_table(outcome)
-    return Outcome(int(rank() == 0 and not outcome["verified"]), outcome)
+    if rank() > 0:
+        return Outcome(0, {})
+    report |= train_alone(recipe, report["data_parallel_size"])
+    outcome = verdict([proof._asdict() for proof in proofs], report)
+    print_table(outcome)
+    return Outcome(int(not outcome["verified"]), outcome)
 
 
 def default_data() -> dict[str, Any]:
@@ -83,40 +75,15 @@ def default_data() -> dict[str, Any]:
     return {"files": [str(folder / "**" / "*.py")], "seq_len": DEFAULT_SEQ_LEN, "tokenizer": "bytes"}
 
 
-def verdict(proofs: list[dict[str, Any]], report: dict[str, Any], single: dict[str, Any]) -> dict[str, Any]:
+def verdict(proofs: list[dict[str, Any]], report: dict[str, Any]) -> dict[str, Any]:
     """The rows of the table, and whether all of them hold."""
-    from ringtile.cli.report import MAX_REL_GRAD_NORM_DIFF, MAX_REL_LOSS_DIFF, max_rel_diff
-
-    pairs = (("loss", "losses", MAX_REL_LOSS_DIFF), ("gradient norm", "grad_norms", MAX_REL_GRAD_NORM_DIFF))
-    rows = [
-        *proofs,
-        *_of_first_batch(report.get("first_batch")),
-        *(
-            {
-                "name": f"{name} of {len(single[key])} training steps",
-                "difference": max_rel_diff(report[key], single[key]),
-                "limit": limit,
-            }
-            for name, key, limit in pairs
-        ),
-        {
-            "name": "bytes sent, against the plan",
-            "difference": max_rel_diff([report["bytes_moved"]], [report["plan_bytes"]]),
-            "limit": 0.0,
-        },
-    ]
-    return {
-        "verified": all(row["difference"] <= row["limit"] for row in rows),
-        "world_size": report["world_size"],
-        "data_parallel_size": report["data_parallel_size"],
-        "rows": rows,
-        "losses": report["losses"],
-        "losses_single": single["losses"],
-        "grad_norms": report["grad_norms"],
-        "grad_norms_single": single["grad_norms"],
-        "recipe": report["recipe"],
-        "versions": report["versions"],
-    }
+    names = {"losses": "loss", "grad_norms": "gradient norm"}
+    rows = [*proofs, *_of_first_batch(report["first_batch"])]
+    for key, limit in LIMITS.items():
+        single = report[f"{key}_single"]
+        name, difference = f"{names[key]} of {len(single)} training steps", max_rel_diff(report[key], single)
+        rows.append({"name": name, "difference": difference, "limit": limit})
+    return {**report, "verified": all(row["difference"] <= row["limit"] for row in rows), "rows": rows}
 
 
 def _of_first_batch(found: dict[str, float] | None) -> list[dict[str, Any]]:

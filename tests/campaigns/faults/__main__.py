@@ -19,7 +19,7 @@ from pathlib import Path
 import faults
 from faults.counts import Counts
 
-NOT_CAMPAIGNS = {"__main__", "calls", "counts"}
+NOT_CAMPAIGNS = {"__main__", "calls", "counts", "processes"}
 CAMPAIGNS = Path(__file__).parents[1]
 LOGS = CAMPAIGNS.parents[1] / "build/faults"  # what a campaign and its processes print, and its counts
 LIMIT_SECONDS = 3 * 3600  # a campaign that takes longer hangs

@@ -11,9 +11,8 @@ import pathlib
 import random
 from typing import Any
 
-from faults import configurations
-from faults.configurations import VALUES, Trial, paths, put, trials_in_processes
 from faults.counts import Counts
+from faults.processes import BEGAN, VALUES, Trial, paths, put, trials_in_processes
 
 TRIALS = 400
 CPU_SECONDS = 60  # of one plan, which takes 1 to 5; a step is planned up to a dozen times
@@ -48,7 +47,6 @@ KEYS = (
 
 def campaign(trials: int | None, seed: int) -> Counts:
     """Changes configurations that are valid, and counts what `ringtile plan --model` does with them."""
-    configurations.prepare()
     configs = prepared()
     draw = random.Random(seed)
     left = [
@@ -62,12 +60,14 @@ def campaign(trials: int | None, seed: int) -> Counts:
 
 def prepared() -> dict[str, dict[str, Any]]:
     """The configurations. Imports what a plan needs, so that each trial takes a fraction of a second."""
+    import torch
     import transformers
     from ringtile.planner.setup import Setup
     from ringtile.planner.step import TrainingStep
 
     from tools.models.tiny_models import tiny_config
 
+    torch.set_num_threads(1)
     found: dict[str, dict[str, Any]] = {}
     for name in TYPES:
         config = tiny_config(name)
@@ -89,7 +89,7 @@ def plan(trial: Trial, place: pathlib.Path) -> int:
     options, _, config = trial.content.partition(b"\n")
     (place / "config.json").write_bytes(config)
     status = main(["plan", "--model", str(place), "--seq-len=64", *options.decode().split()])
-    return configurations.BEGAN if status == 0 else status
+    return BEGAN if status == 0 else status
 
 
 def mutant(draw: random.Random, configs: dict[str, dict[str, Any]]) -> Trial:
