@@ -56,7 +56,7 @@ def main() -> None:
         learning_rate=0.03 if is_tiny else 1e-5,
     )
     if is_tiny:
-        from ringtile.cli.projects.tiny_model import tiny_model, tiny_tokenizer
+        from tiny_model import tiny_model, tiny_tokenizer
 
         model, tokenizer = tiny_model(), tiny_tokenizer()
     else:

@@ -30,7 +30,6 @@ def test_command_line_is_what_users_script_against() -> None:
     assert options == {
         "train": {"--compare"},
         "verify": set(),
-        "init": set(),
         "doctor": set(),
         "plan": {
             "--seq-len",

@@ -10,10 +10,10 @@ import pytest
 import torch
 import yaml
 from hf_training import TOLERANCE
-from ringtile.cli import init
 from safetensors.torch import load_file
 from test_hf_axolotl import needs_axolotl
 
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 PROGRAM = pathlib.Path(__file__).parent / "axolotl_train.py"
 # What both runs have. Rows come in their own order, whatever an engine draws before.
 RUN = """
@@ -72,8 +72,7 @@ ENGINES = {
 def folder(tmp_path_factory):
     """A tiny model, a tokenizer, and texts to train on, of 60 to 300 tokens."""
     folder = tmp_path_factory.mktemp("axolotl")
-    folder.joinpath("tiny_model.py").write_text(init.filled("axolotl", "tiny_model.py"))
-    subprocess.run([sys.executable, "tiny_model.py"], cwd=folder, check=True)
+    subprocess.run([sys.executable, str(EXAMPLES / "tiny_model.py")], cwd=folder, check=True)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(60, 300, (40,), generator=generator).tolist()
     texts = ["".join(map(chr, torch.randint(97, 107, (length,), generator=generator).tolist())) for length in lengths]

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from hf_engines import engine
 from hf_models import tiny_model, tiny_tokenizer
 from hf_training import Padded, enter_world, make_rows
-from ringtile.cli.projects.tiny_model import tiny_tokenizer as byte_tokenizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from examples.tiny_model import tiny_tokenizer as byte_tokenizer
 from tools.models.tiny_images import Images, image_model
 
 B, S, W, H, D, VOCAB = 1, 24, 2, 2, 8, 32

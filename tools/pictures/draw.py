@@ -198,7 +198,7 @@ def entries() -> str:
     """Which entry to take."""
     picture = Picture(900, 330, "Which entry to take")
     rows = [
-        ("Have you a training script?", "no", "ringtile init, or ringtile train with one YAML file"),
+        ("Have you a training script?", "no", "copy from examples/, or ringtile train with one YAML file"),
         ("Does it use a Trainer of transformers or TRL?", "yes", "ringtile.enable(trainer, config)"),
         ("Is it axolotl?", "yes", "the plugin and two keys in its YAML"),
         (

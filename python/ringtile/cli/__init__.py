@@ -1,4 +1,4 @@
-"""The command line: `ringtile train`, `verify`, `plan`, `init`, `doctor`; or `python -m ringtile`.
+"""The command line: `ringtile train`, `verify`, `plan`, `doctor`; or `python -m ringtile`.
 
 A verb is a module with add_arguments(parser) and run(args) -> Outcome. Exit status: 0 done; 1 a check failed;
 2 refused (bad usage, bad input, a lost peer: one line on stderr, no traceback).
@@ -29,7 +29,6 @@ VERBS = {
     "train": "train a model from a YAML file; start it with torchrun for several ranks",
     "verify": "prove that n ranks compute the same as one, op by op and in training",
     "plan": "show which keys travel between the ranks of a ring, and what that costs",
-    "init": "write a project that trains as it is: a script, its YAML, launch files",
     "doctor": "report versions, compiled kernels, devices, and what is patched",
 }
 

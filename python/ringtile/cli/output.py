@@ -27,7 +27,11 @@ def check_output(path: pathlib.Path, option: str) -> None:
     """Makes the folder of a result before the work begins. ConfigError: the file could not be written there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _check_link(path, path.parent, option)
+        if path.is_symlink() and not path.resolve().is_relative_to(path.parent.resolve()):
+            raise ConfigError(
+                f"{option}: {path} is a link to {path.resolve()}, outside {path.parent}; expected a file of its own: "
+                f"remove the link, or name its target"
+            )
         if path.is_dir():
             raise ConfigError(f"{option}: {path} is a folder; expected a path of a writable file")
         if _is_replaced(path):
@@ -39,23 +43,6 @@ def check_output(path: pathlib.Path, option: str) -> None:
             raise
         reason = getattr(error, "strerror", error)
         raise ConfigError(f"{option}: cannot write {path} ({reason}); expected a path of a writable file") from error
-
-
-def check_output_folder(folder: pathlib.Path, option: str) -> None:
-    """Makes a folder for many files. ConfigError: it cannot be written to, or a link in it leads out of it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for place, folders, files in os.walk(folder):
-            for name in (*folders, *files):
-                _check_link(pathlib.Path(place, name), folder, option)
-        with _beside(folder / "x").open("xb"):
-            pass
-        _beside(folder / "x").unlink()
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = getattr(error, "strerror", error)
-        raise ConfigError(f"{option}: cannot write to {folder} ({reason}); expected a writable folder") from error
 
 
 def write_output(path: pathlib.Path, write: Callable[[pathlib.Path], None]) -> None:
@@ -92,11 +79,3 @@ def _beside(path: pathlib.Path) -> pathlib.Path:
 def _is_replaced(path: pathlib.Path) -> bool:
     """Whether writing makes a new file; a device or pipe, as /dev/null, is written to."""
     return path.is_file() or not path.exists()
-
-
-def _check_link(path: pathlib.Path, folder: pathlib.Path, option: str) -> None:
-    if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(
-            f"{option}: {path} is a link to {path.resolve()}, outside {folder}; expected a file of its own: remove the "
-            f"link, or name its target"
-        )

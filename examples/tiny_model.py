@@ -1,6 +1,6 @@
 """A tiny Llama with random weights, and a tokenizer whose tokens are bytes: something to train without a download.
 
-`python tiny_model.py` writes both into the folder tiny, and examples to train on into data.jsonl.
+`python ../tiny_model.py` writes both into the folder tiny here, and examples to train on into data.jsonl.
 """
 
 import json
@@ -25,7 +25,7 @@ def tiny_model():
 
 
 if __name__ == "__main__":
-    folder = pathlib.Path(__file__).parent
+    folder = pathlib.Path.cwd()
     tiny_model().save_pretrained(folder / "tiny")
     tiny_tokenizer().save_pretrained(folder / "tiny")
     rows = [{"instruction": f"What is {i} + {i}?", "input": "", "output": str(i + i)} for i in range(200)]

@@ -3,16 +3,16 @@
 import gc
 import os
 import pathlib
+import sys
 
 import ringtile
 import torch
 import torch.distributed as dist
-from tiny_model import tiny_model, tiny_tokenizer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-MODEL = ""  # a folder or a hub name, such as "Qwen/Qwen3-0.6B"; empty: the tiny one of tiny_model.py
+MODEL = ""  # a folder or a hub name, such as "Qwen/Qwen3-0.6B"; empty: the tiny one of ../tiny_model.py
 TEXT = pathlib.Path(__file__).read_text()  # what to train on: your own text here
 SEQ_LEN = 256  # tokens of a row, before the ranks share it
 ROWS = 2  # of a batch of one rank, shared by the ranks that share a sequence
@@ -32,7 +32,8 @@ class Loss(nn.Module):
         return ringtile.tiled_linear_cross_entropy(hidden, weight, labels, reduction="sum")
 
 
-config = ringtile.Config.load(pathlib.Path(__file__).with_name("ringtile.yaml"))
+folder = pathlib.Path(__file__).resolve().parent
+config = ringtile.Config.load(folder / "ringtile.yaml")
 kind = "cuda" if torch.cuda.is_available() else "cpu"
 device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
 world_size, cp = int(os.environ["WORLD_SIZE"]), config.context_parallel_size
@@ -41,6 +42,9 @@ mesh = init_device_mesh(kind, (world_size // cp, cp), mesh_dim_names=("dp", "cp"
 if MODEL:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
 else:
+    sys.path.append(str(folder.parent))
+    from tiny_model import tiny_model, tiny_tokenizer
+
     model, tokenizer = tiny_model(), tiny_tokenizer()
 tokens = torch.tensor(tokenizer(TEXT).input_ids)
 model.to(device)

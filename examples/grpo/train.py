@@ -2,17 +2,17 @@
 
 import gc
 import pathlib
+import sys
 
 import ringtile
 import torch
 import torch.distributed as dist
 import yaml
 from datasets import Dataset
-from tiny_model import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-MODEL = ""  # a folder or a hub name, such as "Qwen/Qwen3-0.6B"; empty: the tiny one of tiny_model.py
+MODEL = ""  # a folder or a hub name, such as "Qwen/Qwen3-0.6B"; empty: the tiny one of ../tiny_model.py
 ROWS = [{"prompt": f"{i} + {i} ="} for i in range(200)]  # your own prompts here
 
 
@@ -21,13 +21,16 @@ def reward(completions, **columns):
     return [sum(map(str.isalpha, completion)) / max(len(completion), 1) for completion in completions]
 
 
-folder = pathlib.Path(__file__).parent
+folder = pathlib.Path(__file__).resolve().parent
 keys = yaml.safe_load((folder / "training.yaml").read_text())
 # Before the model, so that an engine can shard it. Without use_cpu, accelerate does not train on several CPU ranks.
 args = GRPOConfig(use_cpu=not torch.accelerator.is_available(), **keys)
 if MODEL:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL), AutoTokenizer.from_pretrained(MODEL)
 else:
+    sys.path.append(str(folder.parent))
+    from tiny_model import tiny_model, tiny_tokenizer
+
     model, tokenizer = tiny_model(), tiny_tokenizer()
 
 rows = Dataset.from_list(ROWS)

@@ -2,6 +2,7 @@
 
 import gc
 import pathlib
+import sys
 
 import ringtile
 import torch
@@ -9,7 +10,6 @@ import torch.distributed as dist
 import yaml
 from datasets import Dataset
 from PIL import Image
-from tiny_vlm import tiny_processor, tiny_vlm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from trl import SFTConfig, SFTTrainer
 
@@ -24,13 +24,16 @@ def row(number):
     return {"images": images, "prompt": [asked], "completion": [answered]}
 
 
-folder = pathlib.Path(__file__).parent
+folder = pathlib.Path(__file__).resolve().parent
 keys = yaml.safe_load((folder / "training.yaml").read_text())
 # Before the model, so that an engine can shard it. Without use_cpu, accelerate does not train on several CPU ranks.
 args = SFTConfig(use_cpu=not torch.accelerator.is_available(), **keys)
 if MODEL:
     model, processor = AutoModelForImageTextToText.from_pretrained(MODEL), AutoProcessor.from_pretrained(MODEL)
 else:
+    sys.path.append(str(folder.parent))
+    from tiny_vlm import tiny_processor, tiny_vlm
+
     model, processor = tiny_vlm(), tiny_processor()
 
 rows = Dataset.from_list([row(number) for number in range(200)])
