@@ -27,7 +27,7 @@ TAKEN = {
     **dict.fromkeys(("cp_size", "cp_degree", "cp_world_size", "context_parallel_degree"), _SIZE),
     **dict.fromkeys(("sp_size", "sequence_parallel_size", "sequence_parallel_degree"), _SIZE),
     "ulysses_sequence_parallel_size": ("context_parallel_size", {"context_parallel_scheme": "ulysses"}),
-    **dict.fromkeys(("activation_offloading", "offload_activations"), ("activation_offload", {})),
+    "offload_activations": ("activation_offloading", {}),
 }
 # Keys whose values mean something else, or only a part: suggested.
 _ELSEWHERE = {
@@ -37,7 +37,7 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(("ring_attn_func", "rotate_method"), "context_parallel_scheme"),
     **dict.fromkeys(("load_balance", "load_balancer", "load_balancing", "sharding_strategy"), "layout"),
-    "activation_cpu_offload": "activation_offload",
+    **dict.fromkeys(("activation_offload", "activation_cpu_offload"), "activation_offloading"),
     **dict.fromkeys(("attn_implementation", "attn_backend", "attention_backend"), "attention_kernel"),
 }
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -79,7 +79,7 @@ class Config(Section):
     tiled_loss: bool = False
     loss_tile_tokens: Count | None = None  # tokens per tile of the loss, instead of what its device is given
     shared_prefix: bool = False  # compute what rows of a batch begin alike with once: ringtile/hf/shared_rows.py
-    activation_offload: bool = False  # keep the inputs of checkpointed layers in host memory
+    activation_offloading: bool = False  # keep the inputs of checkpointed layers in host memory
     gc_steps: Count | None = None  # collect garbage at the start and every gc_steps steps
     log_metrics: bool = False  # speed, bytes, waiting, memory in the Trainer's log: ringtile/hf/metrics.py
     first_batch_check: bool = True  # compare the ranks with one process on the first batch: ringtile/hf/first_batch.py

@@ -54,7 +54,7 @@ def test_command_line_is_what_users_script_against() -> None:
             "--engine",
             "--context-parallel-size",
             "--gradient-checkpointing",
-            "--activation-offload",
+            "--activation-offloading",
             "--tiled-mlp",
             "--tiled-norm",
             "--tiled-loss",

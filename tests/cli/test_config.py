@@ -19,8 +19,9 @@ def test_defaults_change_nothing():
     [
         ({"context_paralel_size": 2}, ["context_paralel_size", "did you mean context_parallel_size?"]),
         ({"ring_degree": 2}, ["ring_degree", "did you mean context_parallel_size?"]),
+        ({"activation_offload": True}, ["activation_offload", "did you mean activation_offloading?"]),
         ({"load_balancer": "zigzag"}, ["load_balancer", "did you mean layout?"]),
-        ({"zebra": 2}, ["zebra", "expected one of activation_offload"]),
+        ({"zebra": 2}, ["zebra", "expected one of activation_offloading"]),
         ({"context_parallel_size": 0}, ["context_parallel_size", "0", "greater than or equal to 1"]),
         ({"context_parallel_size": True}, ["context_parallel_size", "True", "integer"]),
         ({"context_parallel_size": "2"}, ["context_parallel_size", "'2'", "integer"]),
@@ -62,7 +63,7 @@ def test_bad_key_or_value_is_named(values, words):
             {"ulysses_sequence_parallel_size": 2},
             {"context_parallel_size": 2, "context_parallel_scheme": "ulysses"},
         ),
-        ({"activation_offloading": True}, {"activation_offload": True}),
+        ({"offload_activations": True}, {"activation_offloading": True}),
     ],
 )
 def test_other_libraries_names_are_taken_and_said(given, taken, caplog):
@@ -87,7 +88,7 @@ def test_other_libraries_names_are_taken_and_said(given, taken, caplog):
             "ulysses_sequence_parallel_size is 2, which means context_parallel_scheme: 'ulysses', and context_",
         ),
         ({"cp_size": "2"}, "context_parallel_size is '2'"),
-        ({"activation_offloading": "disk"}, "activation_offload is 'disk'"),
+        ({"offload_activations": "disk"}, "activation_offloading is 'disk'"),
     ],
 )
 def test_a_name_of_another_library_that_contradicts_is_refused(given, words):

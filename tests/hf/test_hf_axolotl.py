@@ -80,7 +80,7 @@ def test_names_of_other_libraries_are_taken():
 def test_offloading_into_host_memory_is_taken_over(value):
     cfg = registered(activation_offloading=value)
     left = {"activation_offloading": value, "ringtile": {}}
-    assert cfg == (left if value in (False, "disk") else {"ringtile": {"activation_offload": True}})
+    assert cfg == (left if value in (False, "disk") else {"ringtile": {"activation_offloading": True}})
 
 
 CUT_CROSS_ENTROPY = ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]

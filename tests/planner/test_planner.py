@@ -201,7 +201,7 @@ def test_offload_leaves_two_hidden_states_on_the_device() -> None:
     seq_len = 256
     setup = Setup(config_of(vocab_size=4096), gradient_checkpointing=True)
     kept = planned(seq_len, setup)
-    with TrainingStep(dataclasses.replace(setup, ringtile=Config(activation_offload=True))) as step:
+    with TrainingStep(dataclasses.replace(setup, ringtile=Config(activation_offloading=True))) as step:
         step.run(2 * seq_len)
         offloaded = step.run(seq_len)
     hidden = seq_len * E * 4
@@ -302,7 +302,7 @@ def write_run(folder: str, **training: Any) -> pathlib.Path:
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, ["--engine", "zero3"]),
         (
             {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False, "offload": True}},
-            ["--engine", "ddp", "--gradient-checkpointing", "--activation-offload"],
+            ["--engine", "ddp", "--gradient-checkpointing", "--activation-offloading"],
         ),
     ],
 )

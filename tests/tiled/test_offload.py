@@ -314,7 +314,7 @@ def trained(config: dict[str, Any], transfer: LateTransfer | None, **arguments: 
 
 def offloaded_training(config: dict[str, Any]) -> tuple[bool, int]:
     transfer = LateTransfer()
-    losses, weights = trained({**config, "activation_offload": True}, transfer)
+    losses, weights = trained({**config, "activation_offloading": True}, transfer)
     expected_losses, expected = trained({**config, "gc_steps": 1}, None)
     same = losses == expected_losses and all(torch.equal(*pair) for pair in zip(weights, expected, strict=True))
     return same, sum(entry[0] == "to host" for entry in transfer.log)
@@ -328,9 +328,9 @@ def test_trainer_offloads_under_ddp_with_ring_and_tiles() -> None:
 
 def test_on_a_cpu_nothing_is_offloaded_and_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="ringtile.hf.offload"):
-        run = train({"activation_offload": True}, evaluate=False, max_steps=2, gradient_checkpointing=True)
+        run = train({"activation_offloading": True}, evaluate=False, max_steps=2, gradient_checkpointing=True)
     assert [record.getMessage() for record in caplog.records] == [
-        "activation_offload: the model is on the cpu, so nothing is offloaded: only CUDA devices have memory"
+        "activation_offloading: the model is on the cpu, so nothing is offloaded: only CUDA devices have memory"
         " apart from the host's"
     ]
     plain = train(None, evaluate=False, max_steps=2, gradient_checkpointing=True)
@@ -352,8 +352,10 @@ def test_what_cannot_be_offloaded_is_refused(arguments: dict[str, Any], message:
 
 def test_two_that_offload_are_refused() -> None:
     trainer = make_trainer(**{CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"offload": True}})
-    with pytest.raises(ConfigError, match=f"activation_offload is true and {CHECKPOINTING}_kwargs has offload: true"):
-        ringtile.enable(trainer, {"activation_offload": True})
+    with pytest.raises(
+        ConfigError, match=f"activation_offloading is true and {CHECKPOINTING}_kwargs has offload: true"
+    ):
+        ringtile.enable(trainer, {"activation_offloading": True})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

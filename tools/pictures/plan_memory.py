@@ -26,14 +26,14 @@ EIGHT: dict[str, dict[str, Any]] = {
     "tiled_mlp": MLP,
     "tiled_norm": TILES,
     "context_parallel_size: 8": TILES | {"context_parallel_size": 8},
-    "activation_offload": TILES | {"context_parallel_size": 8, "activation_offload": True},
+    "activation_offloading": TILES | {"context_parallel_size": 8, "activation_offloading": True},
 }
 ONE: dict[str, dict[str, Any]] = {
     "checkpointing alone": {},
     "tiled_loss": {"tiled_loss": True},
     "tiled_mlp": MLP,
     "tiled_norm": TILES,
-    "activation_offload": TILES | {"activation_offload": True},
+    "activation_offloading": TILES | {"activation_offloading": True},
 }
 
 

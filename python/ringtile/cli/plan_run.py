@@ -18,7 +18,7 @@ from ringtile.scheme import Scheme
 # Options that the file says, and what they are when they are not given.
 _SAID = {
     **dict.fromkeys(("model", "context_parallel_size", "tile_tokens", "dtype"), None),
-    **dict.fromkeys(("gradient_checkpointing", "activation_offload", "bf16"), False),
+    **dict.fromkeys(("gradient_checkpointing", "activation_offloading", "bf16"), False),
     **dict.fromkeys(("tiled_mlp", "tiled_norm", "tiled_loss"), False),
     **{"completion_tokens": None, "generation_rows": None, "reference_model": False},  # of a GRPO step: no file's
     **{"images": None, "image_size": None},  # nor of images
@@ -64,9 +64,11 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
     zero = _zero_of(training)
     engine = _engine_of(training, fsdp, zero)
     checkpointed, offloaded = _checkpointing_of(training)
-    if offloaded and not keys.activation_offload:
-        print("note: activation_checkpointing_kwargs has offload; planned as activation_offload, which moves the same")
-        keys = keys.model_copy(update={"activation_offload": True})
+    if offloaded and not keys.activation_offloading:
+        print(
+            "note: activation_checkpointing_kwargs has offload; planned as activation_offloading, which moves the same"
+        )
+        keys = keys.model_copy(update={"activation_offloading": True})
     optimizer = str(getattr(training.get("optim"), "value", training.get("optim") or "adamw_torch"))
     if optimizer not in _OPTIMIZERS:
         print(f"note: training.optim is {optimizer}; the plan counts AdamW's state, 8 bytes a parameter")

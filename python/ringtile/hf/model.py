@@ -24,8 +24,8 @@ _own_attention: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = wea
 
 # What to do about a model that no setting makes run on shards; ends a message.
 INSTEAD = (
-    "train it with context_parallel_size: 1, where tiled_mlp, tiled_loss and activation_offload still save memory, or "
-    "choose a type that docs/guide/models.md lists as exact"
+    "train it with context_parallel_size: 1, where tiled_mlp, tiled_loss and activation_offloading still save memory, "
+    "or choose a type that docs/guide/models.md lists as exact"
 )
 
 

@@ -1,4 +1,4 @@
-"""`activation_offload: true`: the inputs saved by a model's checkpointed layers wait in host memory."""
+"""`activation_offloading: true`: the inputs saved by a model's checkpointed layers wait in host memory."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def _install(model: nn.Module, transfer: HostCopies, patches: Patches) -> None:
     layers: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     if not wrappers and not layers:
         raise RefusedError(
-            f"activation_offload: {type(model).__name__} has no checkpointed layer, and offload moves only the inputs "
-            f"that those save; set {CHECKPOINTING}: true (under FSDP, activation_checkpointing: true in fsdp_config)"
+            f"activation_offloading: {type(model).__name__} has no checkpointed layer, and only their inputs move; "
+            f"set {CHECKPOINTING}: true (under FSDP, activation_checkpointing: true in fsdp_config)"
         )
     for wrapper in wrappers:
         patches.set(wrapper, "checkpoint_fn", offload.wrap(wrapper.checkpoint_fn))
@@ -51,7 +51,7 @@ def check_offload(args: TrainingArguments) -> None:
     setting = f"{CHECKPOINTING}_kwargs"
     if (getattr(args, setting) or {}).get("offload"):
         raise ConfigError(
-            f"activation_offload is true and {setting} has offload: true; expected one of the two: both move what "
+            f"activation_offloading is true and {setting} has offload: true; expected one of the two: both move what "
             f"checkpointed layers save to the host. Take offload out, which copies on the stream that computes"
         )
 
@@ -67,12 +67,12 @@ class OffloadActivations(TrainerCallback):
         self.patches.restore()  # in case an earlier training ended with an error
         if args.torch_compile:
             raise RefusedError(
-                "activation_offload: torch_compile is true, but a compiled graph decides which tensors it saves; "
+                "activation_offloading: torch_compile is true, but a compiled graph decides which tensors it saves; "
                 "set one of the two to false"
             )
         if self.transfer is None and args.device.type != "cuda":  # a test's transfer copies from any device
             logger.warning(
-                "activation_offload: the model is on the %s, so nothing is offloaded: only CUDA devices have memory"
+                "activation_offloading: the model is on the %s, so nothing is offloaded: only CUDA devices have memory"
                 " apart from the host's",
                 args.device.type,
             )

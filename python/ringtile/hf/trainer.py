@@ -118,7 +118,7 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
         install_tiled_norm(base, config.tile_tokens, patches)
     if config.tiled_loss:
         install_tiled_loss(base, config, patches)
-    if config.activation_offload:
+    if config.activation_offloading:
         check_offload(trainer.args)
         offload = OffloadActivations()
         patches.add_callback(trainer, offload)
@@ -180,7 +180,7 @@ def _attach_callbacks(
 def _summary(trainer: Trainer, config: Config) -> str:
     """What was enabled, on one line."""
     args, size = trainer.args, config.context_parallel_size
-    on = [key for key in ("tiled_mlp", "tiled_norm", "tiled_loss", "activation_offload") if getattr(config, key)]
+    on = [key for key in ("tiled_mlp", "tiled_norm", "tiled_loss", "activation_offloading") if getattr(config, key)]
     forward = model.base_model(trainer.model).forward
     if config.tiled_loss and "fused_lm_head" in inspect.signature(forward, follow_wrapped=False).parameters:
         on[on.index("tiled_loss")] = "tiled_loss without effect, since TRL's own head runs in tiles"

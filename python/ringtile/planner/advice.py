@@ -104,8 +104,8 @@ def switches(setup: Setup, seq_len: int, fits: bool = True) -> list[Switch]:
 
     if not setup.gradient_checkpointing:
         changes[f"{CHECKPOINTING}: true"] = dataclasses.replace(setup, gradient_checkpointing=True)
-    elif not config.activation_offload:
-        changes["activation_offload: true"] = with_keys(activation_offload=True)
+    elif not config.activation_offloading:
+        changes["activation_offloading: true"] = with_keys(activation_offloading=True)
     for key in ("tiled_loss", "tiled_mlp", "tiled_norm"):
         if not getattr(config, key):
             changes[f"{key}: true"] = with_keys(**{key: True})

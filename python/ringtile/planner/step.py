@@ -193,7 +193,7 @@ class TrainingStep:
                 for buffer in self._reference.buffers():
                     self._live.count(buffer, "buffers")
                 self._engine.prepare_reference(self._reference)
-        if setup.ringtile.activation_offload and setup.gradient_checkpointing:
+        if setup.ringtile.activation_offloading and setup.gradient_checkpointing:
             self._offload = _Offload(self._model, patches)
 
     def run(self, seq_len: int) -> StepMemory:

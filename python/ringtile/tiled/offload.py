@@ -124,7 +124,7 @@ class _Saved:
         shape, self.on_device = tuple(self.on_device.shape), None
         if modified:
             raise RefusedError(
-                f"activation_offload: a checkpointed hidden state {shape} was modified in place after its layer "
+                f"activation_offloading: a checkpointed hidden state {shape} was modified in place after its layer "
                 "started; expected it to stay unmodified: write x = x + y instead of x += y"
             )
 
