@@ -21,6 +21,7 @@ MAX_KEY = 80  # characters of an unknown key that an error shows
 MAX_NAMED = 20  # names that an error lists
 # The keys that may stand in a mapping `context_parallel`, without the prefix.
 NESTED = {"size": "context_parallel_size", "scheme": "context_parallel_scheme", "layout": "layout"}
+NESTED |= {name: name for name in ("ulysses_size", "ring_size")}
 # Keys of other libraries that can mean nothing else: taken, with what they say besides.
 _SIZE: tuple[str, dict[str, Any]] = ("context_parallel_size", {})
 TAKEN = {
@@ -29,14 +30,20 @@ TAKEN = {
     "ulysses_sequence_parallel_size": ("context_parallel_size", {"context_parallel_scheme": "ulysses"}),
     "offload_activations": ("activation_offloading", {}),
 }
+# Keys of accelerate, torch and axolotl whose values ringtile has other words for: taken too.
+_ROTATIONS = ("context_parallel_scheme", {"allgather": "all_gather", "alltoall": "ring"})
+WORDS = {
+    **dict.fromkeys(("cp_comm_strategy", "rotate_method"), _ROTATIONS),
+    "load_balance": ("layout", {"head_tail": "zigzag", "none": "contiguous"}),
+}
 # Keys whose values mean something else, or only a part: suggested.
 _ELSEWHERE = {
-    **dict.fromkeys(("cp", "ulysses_size", "ulysses_degree", "ring_degree"), "context_parallel_size"),
+    **dict.fromkeys(("cp", "ulysses_degree", "ring_degree"), "context_parallel_size"),
     **dict.fromkeys(
-        ("cp_backend", "sp_backend", "cp_comm_strategy", "cp_comm_type", "scheme"), "context_parallel_scheme"
+        ("cp_backend", "sp_backend", "cp_comm_type", "scheme", "ring_attn_func"), "context_parallel_scheme"
     ),
-    **dict.fromkeys(("ring_attn_func", "rotate_method"), "context_parallel_scheme"),
-    **dict.fromkeys(("load_balance", "load_balancer", "load_balancing", "sharding_strategy"), "layout"),
+    **dict.fromkeys(("ulysses_size", "ring_size"), "context_parallel_scheme"),
+    **dict.fromkeys(("load_balancer", "load_balancing", "sharding_strategy"), "layout"),
     **dict.fromkeys(("activation_offload", "activation_cpu_offload"), "activation_offloading"),
     **dict.fromkeys(("attn_implementation", "attn_backend", "attention_backend"), "attention_kernel"),
 }
@@ -150,9 +157,7 @@ def flat(given: Mapping[str, Any]) -> dict[str, Any]:
     """A mapping of keys in ringtile's words: those of its mapping `context_parallel` beside the others, and other
     libraries' names for the same replaced, which the log says. ConfigError names the key."""
     keys = _in_our_words(given)
-    nested = keys.pop("context_parallel", None)
-    if nested is None:
-        return keys
+    nested = keys.pop("context_parallel", {})
     if not isinstance(nested, Mapping):
         raise ConfigError(f"context_parallel is {shown(nested)}; expected a mapping with {', '.join(NESTED)}")
     check_keys(nested, NESTED, "context_parallel.")
@@ -162,14 +167,42 @@ def flat(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"context_parallel.{name} is {shown(value)} and {NESTED[name]} is {shown(keys[NESTED[name]])}; "
                 f"expected one value, given in one place"
             )
+    return _with_scheme(keys)
+
+
+def _with_scheme(keys: dict[str, Any]) -> dict[str, Any]:
+    """ulysses_size neighbours share heads, ring_size such groups form a ring: the scheme usp:M. ConfigError."""
+    if not (sizes := {name: keys.pop(name) for name in ("ulysses_size", "ring_size") if name in keys}):
+        return keys
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name} is {shown(value)}; expected an integer of at least 1")
+    said = " and ".join(f"{name} is {shown(value)}" for name, value in sizes.items())
+    if len(sizes) == 2:
+        keys.setdefault("context_parallel_size", sizes["ulysses_size"] * sizes["ring_size"])
+    size = keys.get("context_parallel_size")  # without one, accelerate's ParallelismConfig may give it
+    if "ring_size" in sizes and (type(size) is not int or size % sizes["ring_size"]):
+        raise ConfigError(f"{said} and context_parallel_size {shown(size)}; expected a multiple of ring_size")
+    ulysses = sizes.get("ulysses_size") or size // sizes["ring_size"]
+    if size != ulysses * sizes.get("ring_size", 1) and "ring_size" in sizes:
+        raise ConfigError(f"{said} and context_parallel_size {size}; expected ulysses_size x ring_size")
+    if (scheme := keys.setdefault("context_parallel_scheme", f"usp:{ulysses}")) != f"usp:{ulysses}":
+        raise ConfigError(f"{said} and context_parallel_scheme {shown(scheme)}; expected usp:{ulysses}, or one of them")
     return keys
 
 
 def _in_our_words(given: Mapping[str, Any]) -> dict[str, Any]:
-    keys = {name: value for name, value in given.items() if name not in TAKEN}
-    for name in [name for name in given if name in TAKEN]:
-        key, besides = TAKEN[name]
-        said = {key: given[name], **besides}
+    keys = {name: value for name, value in given.items() if name not in TAKEN and name not in WORDS}
+    for name in [name for name in given if name not in keys]:
+        if name in TAKEN:
+            key, besides = TAKEN[name]
+            said = {key: given[name], **besides}
+        else:
+            key, meanings = WORDS[name]
+            if not isinstance(given[name], str) or given[name] not in meanings:
+                expected = ", ".join(f"{theirs} ({key}: {ours})" for theirs, ours in meanings.items())
+                raise ConfigError(f"{name} is {shown(given[name])}; expected {expected}, or {key} itself")
+            said = {key: meanings[given[name]]}
         for ours, value in said.items():
             if keys.setdefault(ours, value) != value:
                 raise ConfigError(

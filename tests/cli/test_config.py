@@ -96,6 +96,63 @@ def test_a_name_of_another_library_that_contradicts_is_refused(given, words):
         Config.load(given)
 
 
+@pytest.mark.parametrize(
+    ("given", "size", "scheme"),
+    [
+        ({"ulysses_size": 2, "ring_size": 4}, 8, "usp:2"),
+        ({"context_parallel_size": 8, "ulysses_size": 2}, 8, "usp:2"),
+        ({"cp_size": 8, "ring_size": 4}, 8, "usp:2"),
+        ({"context_parallel": {"size": 4, "ulysses_size": 4, "ring_size": 1}}, 4, "usp:4"),
+        ({"ulysses_size": 2, "context_parallel_scheme": "usp:2"}, None, "usp:2"),  # the size is accelerate's
+    ],
+)
+def test_two_sizes_are_the_scheme_of_them(given, size, scheme):
+    taken = {"context_parallel_scheme": scheme} | ({} if size is None else {"context_parallel_size": size})
+    assert Config.load(given) == Config(**taken)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"ulysses_size": "2"}, "ulysses_size is '2'; expected an integer of at least 1"),
+        ({"ulysses_size": True}, "ulysses_size is True; expected an integer"),
+        ({"ring_size": 0}, "ring_size is 0; expected an integer of at least 1"),
+        ({"ring_size": 2}, "ring_size is 2 and context_parallel_size None; expected a multiple of ring_size"),
+        ({"ring_size": 3, "cp_size": 4}, "ring_size is 3 and context_parallel_size 4; expected a multiple"),
+        (
+            {"ulysses_size": 2, "ring_size": 2, "context_parallel_size": 8},
+            "ulysses_size is 2 and ring_size is 2 and context_parallel_size 8; expected ulysses_size x ring_size",
+        ),
+        (
+            {"ulysses_size": 2, "context_parallel_size": 4, "context_parallel_scheme": "ring"},
+            "ulysses_size is 2 and context_parallel_scheme 'ring'; expected usp:2, or one of them",
+        ),
+        ({"ulysses_size": 3, "context_parallel_size": 4}, "the scheme is usp:3, but the group has 4 ranks"),
+        (
+            {"cp_comm_strategy": "ring"},
+            r"cp_comm_strategy is 'ring'; expected allgather \(context_parallel_scheme: all_g",
+        ),
+        ({"load_balance": ["none"]}, "load_balance is"),
+    ],
+)
+def test_sizes_and_words_that_contradict_are_refused(given, words):
+    with pytest.raises(ringtile.ConfigError, match=words):
+        Config.load(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({"cp_size": 2, "cp_comm_strategy": "allgather"}, {"context_parallel_scheme": "all_gather"}),
+        ({"cp_size": 2, "rotate_method": "alltoall"}, {"context_parallel_scheme": "ring"}),
+        ({"cp_size": 2, "load_balance": "head_tail"}, {"layout": "zigzag"}),
+        ({"cp_size": 2, "load_balance": "none"}, {"layout": "contiguous"}),
+    ],
+)
+def test_words_of_other_libraries_for_a_value_are_taken(given, taken):
+    assert Config.load(given) == Config(context_parallel_size=2, **taken)
+
+
 def test_tile_tokens_of_the_loss_go_with_shards_of_the_mlp():
     assert Config(tiled_mlp=True, tiled_mlp_num_shards=2, tiled_loss=True, tile_tokens=5).tile_tokens == 5
 
@@ -143,7 +200,10 @@ def test_a_mapping_holds_the_keys_of_context_parallelism():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"context_parallel": 4}, "context_parallel is 4; expected a mapping with size, scheme, layout"),
+        (
+            {"context_parallel": 4},
+            "context_parallel is 4; expected a mapping with size, scheme, layout, ulysses_size, ring_size",
+        ),
         ({"context_parallel": {"sise": 4}}, "unknown key context_parallel.sise: did you mean size?"),
         (
             {"context_parallel": {"size": 4}, "context_parallel_size": 2},

@@ -144,10 +144,10 @@ def test_the_mapping_of_axolotl_is_taken_over(given, ours):
             {"context_parallel": {"size": 4, "backend": "magi"}},
             "backend is 'magi', which .* expected one of auto, ring",
         ),
-        ({"context_parallel": {"size": 4, "backend": "usp"}}, "ulysses_size is None, ring_size None, size 4"),
+        ({"context_parallel": {"size": 4, "backend": "usp"}}, "backend is 'usp'; expected ulysses_size too"),
         (
             {"context_parallel": {"size": 4, "ulysses_size": 2, "ring_size": 4}},
-            "ulysses_size is 2, ring_size 4, size 4",
+            "ulysses_size is 2 and ring_size is 4 and context_parallel_size 4; expected",
         ),
         ({"context_parallel": {"size": 4, "backend": "ring", "ring_size": 4}}, "backend: ring says it, remove them"),
         ({"context_parallel": {"size": 4, "rotate_method": "alltoall"}}, "rotate_method is set and backend is None"),

@@ -15,7 +15,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, field_validator
 
-from ringtile.config import TAKEN, Config, flat
+from ringtile.config import TAKEN, WORDS, Config, flat
 from ringtile.errors import ConfigError
 from ringtile.hf.trainer import enable
 
@@ -25,8 +25,7 @@ _SECTION = "ringtile"
 # What axolotl's mapping `context_parallel` may say since 0.20, in ringtile's words; None: as ringtile does by default.
 # Source: axolotl/integrations/context_parallel/args.py of 0.20.0 and 0.21.0.
 _BACKENDS = {"auto": "auto", "ring": "ring", "ulysses": "ulysses", "usp": None}
-_ROTATIONS = {"alltoall": "ring", "allgather": "all_gather"}
-_LAYOUTS = {"auto": None, "none": "contiguous", "head_tail": "zigzag"}
+_LAYOUTS = {"auto": None, **WORDS["load_balance"][1]}
 _KERNELS = {"auto": None}
 _SHARDERS = {True: None, False: None}  # where axolotl cuts the shards
 _OFFLOADS = (True, "legacy", "hidden_states")  # the ways of axolotl's activation_offloading into host memory
@@ -156,23 +155,16 @@ def _translate(cfg: MutableMapping[str, Any]) -> None:
 
 def _scheme(there: dict[str, Any]) -> str | None:
     """Takes the keys of axolotl that say how ranks share attention out of the mapping. Returns ringtile's scheme."""
-    backend = there.get("backend")
+    backend, sized = there.get("backend"), there.keys() & {"ulysses_size", "ring_size"}
     scheme = _meaning(there, "backend", _BACKENDS)
-    rotation = _meaning(there, "rotate_method", _ROTATIONS)
-    ulysses, ring = there.pop("ulysses_size", None), there.pop("ring_size", None)
+    rotation = _meaning(there, "rotate_method", WORDS["rotate_method"][1])
     if rotation is not None and backend != "ring":
         raise ConfigError(f"context_parallel.rotate_method is set and backend is {backend!r}; expected backend: ring")
-    if backend in ("ring", "ulysses") and (ulysses, ring) != (None, None):
+    if backend in ("ring", "ulysses") and sized:
         raise ConfigError(f"context_parallel.ulysses_size or ring_size is set; backend: {backend} says it, remove them")
-    if backend == "usp" or (ulysses, ring) != (None, None):
-        if type(ulysses) is not int or ulysses < 1 or (ring is not None and ulysses * ring != there.get("size")):
-            raise ConfigError(
-                f"context_parallel.ulysses_size is {ulysses!r:.80}, ring_size {ring!r:.80}, size "
-                f"{there.get('size')!r:.80}; expected the ulysses_size M of ringtile's scheme usp:M, "
-                f"and their product as the size"
-            )
-        return f"usp:{ulysses}"
-    return rotation or scheme
+    if backend == "usp" and not sized:
+        raise ConfigError("context_parallel.backend is 'usp'; expected ulysses_size too: ranks that share heads")
+    return None if sized else rotation or scheme
 
 
 def _meaning(there: dict[str, Any], key: str, meanings: Mapping[Any, str | None]) -> str | None:
