@@ -1,9 +1,9 @@
 """ringtile: train on sequences that do not fit one device; the loss curve does not change.
 
 What needs more than torch and ringtile's own kernels is loaded when it is first asked for: the Trainer layer
-(`enable`, `restore`, `tile_mlps`, `tile_norms`, `offload_activations`) needs transformers, `Config` pydantic, the layer
-of plain PyTorch DTensors and FlexAttention, recurrent layers and tiles torch's compiler, whose import takes as long as
-torch's.
+(`enable`, `restore`, callbacks, `tile_mlps`, `tile_norms`, `offload_activations`) needs transformers, `Config`
+pydantic, the layer of plain PyTorch DTensors and FlexAttention, recurrent layers and tiles torch's compiler, whose
+import takes as long as torch's.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ except BuildError as error:  # `ringtile doctor` must run where the compiled ops
     _build_error = error
 
 _LAZY = {
+    "CollectGarbageCallback": "hf.gc_callback",
     "Config": "config",
     "ContextParallel": "torch_context_parallel.parallel_style",
     "causal_conv1d": "recurrent.functions",
@@ -53,6 +54,7 @@ _LAZY = {
     "enable_context_parallel_dispatcher": "torch_context_parallel.parallel_style",
     "flex_attention": "torch_context_parallel.flex",
     "gated_delta_rule": "recurrent.functions",
+    "MetricsCallback": "hf.metrics",
     "Plan": "planner.layer",
     "offload_activations": "hf.offload",
     "plan": "planner.layer",
@@ -68,6 +70,8 @@ _LAZY = {
 }
 if TYPE_CHECKING:
     from ringtile.config import Config
+    from ringtile.hf.gc_callback import CollectGarbageCallback
+    from ringtile.hf.metrics import MetricsCallback
     from ringtile.hf.mlp import tile_mlps
     from ringtile.hf.norm import tile_norms
     from ringtile.hf.offload import offload_activations
@@ -94,6 +98,7 @@ __all__ = [
     "AttentionDropout",
     "BuildError",
     "CheckpointError",
+    "CollectGarbageCallback",
     "Config",
     "ConfigError",
     "ContextParallel",
@@ -103,6 +108,7 @@ __all__ = [
     "LayoutError",
     "LoopbackWorld",
     "MaskNotExpressibleError",
+    "MetricsCallback",
     "MissingPackageError",
     "PeerLostError",
     "Plan",

@@ -47,6 +47,13 @@ _ELSEWHERE = {
     **dict.fromkeys(("activation_offload", "activation_cpu_offload"), "activation_offloading"),
     **dict.fromkeys(("attn_implementation", "attn_backend", "attention_backend"), "attention_kernel"),
 }
+# Names that were keys, and are asked for in Python.
+_IN_PYTHON = {
+    "log_metrics": "give the Trainer ringtile.MetricsCallback()",
+    "gc_steps": "give the Trainer ringtile.CollectGarbageCallback(steps)",
+    "tiled_mlp_num_shards": "set tile_tokens, or call ringtile.tile_mlps(model, num_shards=...)",
+    "tiled_mlp_use_original_mlp": "call ringtile.tile_mlps(model, use_original_mlp=True)",
+}
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
@@ -79,16 +86,12 @@ class Config(Section):
     context_parallel_scheme: str = "ring"  # how those ranks share the work of attention: ringtile/scheme.py
     attention_kernel: Literal["auto", "ringtile", "aten"] = "auto"  # who computes attention: docs/design/ring.md
     tiled_mlp: bool = False
-    tiled_mlp_num_shards: Count | None = None  # tiles per MLP call, instead of tile_tokens
-    tiled_mlp_use_original_mlp: bool = False  # True: the module's own forward even where a GLU kernel is exact
     tiled_norm: bool = False
     tile_tokens: Count = 16384  # tokens per tile, of the MLP, the norms and the loss
     tiled_loss: bool = False
     loss_tile_tokens: Count | None = None  # tokens per tile of the loss, instead of what its device is given
     shared_prefix: bool = False  # compute what rows of a batch begin alike with once: ringtile/hf/shared_rows.py
     activation_offloading: bool = False  # keep the inputs of checkpointed layers in host memory
-    gc_steps: Count | None = None  # collect garbage at the start and every gc_steps steps
-    log_metrics: bool = False  # speed, bytes, waiting, memory in the Trainer's log: ringtile/hf/metrics.py
     first_batch_check: bool = True  # compare the ranks with one process on the first batch: ringtile/hf/first_batch.py
     timeout_seconds: float = Field(default=600.0, gt=0, le=1e9, allow_inf_nan=False)  # of silence: then a rank is lost
 
@@ -108,23 +111,7 @@ class Config(Section):
                 scheme.check(self.context_parallel_size)
         except InputError as error:
             raise ValueError(f"context_parallel_scheme: {error}") from None
-        if self.tiled_mlp_num_shards is not None and not self.tiled_mlp:
-            raise ValueError(
-                f"tiled_mlp_num_shards is {self.tiled_mlp_num_shards} but tiled_mlp is false; "
-                f"set tiled_mlp: true or remove tiled_mlp_num_shards"
-            )
-        if "tiled_mlp_use_original_mlp" in given and not self.tiled_mlp:
-            raise ValueError(
-                f"tiled_mlp_use_original_mlp is {self.tiled_mlp_use_original_mlp} but tiled_mlp is false; "
-                f"set tiled_mlp: true or remove tiled_mlp_use_original_mlp"
-            )
-        others = self.tiled_norm or self.tiled_loss
-        if "tile_tokens" in given and self.tiled_mlp_num_shards is not None and not others:
-            raise ValueError(
-                f"tile_tokens is {self.tile_tokens} but tiled_mlp_num_shards, {self.tiled_mlp_num_shards}, sets the "
-                f"tiles of the MLP and nothing else is tiled; remove one of the two or set tiled_loss: true"
-            )
-        if "tile_tokens" in given and not self.tiled_mlp and not others:
+        if "tile_tokens" in given and not (self.tiled_mlp or self.tiled_norm or self.tiled_loss):
             raise ValueError(
                 f"tile_tokens is {self.tile_tokens} but nothing is tiled; set tiled_mlp: true, tiled_norm: true or "
                 f"tiled_loss: true, or remove tile_tokens"
@@ -225,6 +212,8 @@ def check_keys(given: Collection[str], known: Collection[str], prefix: str = "")
 def nearest_key(key: str, valid: Collection[str]) -> str:
     """Completes the error for an unknown key: a valid key that is close, or all of them, or the closest of many."""
     key, names = str(key)[:MAX_KEY], sorted(valid)
+    if key in _IN_PYTHON and "tile_tokens" in names:
+        return _IN_PYTHON[key]
     if (same := _ELSEWHERE.get(key) or TAKEN.get(key, ("", {}))[0]) in names:
         return f"did you mean {same}?"
     if close := difflib.get_close_matches(key, names, n=1):

@@ -8,8 +8,11 @@ import json
 import pathlib
 
 import pytest
+import transformers
 from ringtile.cli import VERBS, main
 from ringtile.errors import ConfigError, PeerLostError
+from ringtile.hf.layers import LayerMask, layer_masks
+from ringtile.peak_memory import peak_bytes, reset_peak_bytes
 
 SMALL = ["plan", "--seq-len", "16", "--world-size", "2", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "8"]
 
@@ -189,3 +192,21 @@ def test_layouts_that_are_made_for_a_mask_are_planned(capsys: pytest.CaptureFixt
         assert main([*documents, "--layout", layout]) == 0
         balance = float(capsys.readouterr().out.split("busiest rank ")[1].split()[0])
         assert (balance < 1.1) is (layout != "zigzag"), layout
+
+
+def test_each_layer_is_planned_with_its_own_window() -> None:
+    window = {"sliding_window": 8, "num_hidden_layers": 3}
+    assert layer_masks(transformers.MistralConfig(**window)) == [LayerMask(window=8)] * 3
+    assert layer_masks(transformers.LlamaConfig(num_hidden_layers=2)) == [LayerMask()] * 2
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    expected = [LayerMask(), LayerMask(window=8), LayerMask()]
+    assert layer_masks(transformers.Gemma3TextConfig(**window, layer_types=kinds)) == expected
+
+
+def test_peak_memory_starts_anew() -> None:
+    bytearray(b"x") * (256 << 20)
+    reset_peak_bytes()
+    before = peak_bytes()
+    held = bytearray(b"x") * (64 << 20)
+    # Resident pages, counted in KiB: all of the array, but for what the allocator had at hand.
+    assert 60 << 20 <= peak_bytes() - before <= len(held) + (8 << 20)

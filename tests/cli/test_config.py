@@ -10,7 +10,6 @@ def test_defaults_change_nothing():
     config = Config()
     assert config.context_parallel_size == 1
     assert not config.tiled_mlp
-    assert not config.tiled_mlp_use_original_mlp
     assert not config.tiled_loss
 
 
@@ -31,17 +30,14 @@ def test_defaults_change_nothing():
         ),
         ({"tile_tokens": -1}, ["tile_tokens", "-1"]),
         ({"timeout_seconds": float("inf")}, ["timeout_seconds", "finite"]),
-        ({"tiled_mlp_num_shards": 4}, ["tiled_mlp_num_shards", "4", "set tiled_mlp: true"]),
+        ({"log_metrics": True}, ["log_metrics", "ringtile.MetricsCallback"]),
+        ({"gc_steps": 5}, ["gc_steps", "ringtile.CollectGarbageCallback"]),
+        ({"tiled_mlp_num_shards": 4}, ["tiled_mlp_num_shards", "tile_tokens"]),
         ({"layout": "zag", "tile_tokens": "x"}, ["layout is 'zag'", "; tile_tokens is 'x'"]),
         ({"context_parallel_size": 10**5000}, ["context_parallel_size is an int of more than 4000 digits"]),
         # Settings without effect.
-        ({"tiled_mlp_use_original_mlp": False}, ["tiled_mlp_use_original_mlp is False but tiled_mlp is false"]),
         ({"tile_tokens": 5}, ["tile_tokens is 5 but nothing is tiled"]),
         ({"loss_tile_tokens": 5, "tiled_mlp": True}, ["loss_tile_tokens is 5 but tiled_loss is false"]),
-        (
-            {"tile_tokens": 5, "tiled_mlp": True, "tiled_mlp_num_shards": 2},
-            ["tile_tokens is 5 but tiled_mlp_num_shards, 2, sets the tiles"],
-        ),
     ],
 )
 def test_bad_key_or_value_is_named(values, words):
@@ -151,10 +147,6 @@ def test_sizes_and_words_that_contradict_are_refused(given, words):
 )
 def test_words_of_other_libraries_for_a_value_are_taken(given, taken):
     assert Config.load(given) == Config(context_parallel_size=2, **taken)
-
-
-def test_tile_tokens_of_the_loss_go_with_shards_of_the_mlp():
-    assert Config(tiled_mlp=True, tiled_mlp_num_shards=2, tiled_loss=True, tile_tokens=5).tile_tokens == 5
 
 
 def test_config_is_frozen_and_compares_by_content():

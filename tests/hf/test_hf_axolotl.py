@@ -29,7 +29,7 @@ class BasePlugin:
         pass
 
 
-def _plugin():
+def plugin_module():
     if importlib.util.find_spec("axolotl"):
         return importlib.import_module("ringtile.hf.axolotl")
     base = types.ModuleType("axolotl.integrations.base")
@@ -45,7 +45,7 @@ def _plugin():
 
 def registered(**cfg):
     """axolotl's configuration after the plugin saw it."""
-    _plugin().RingtilePlugin().register(cfg)
+    plugin_module().RingtilePlugin().register(cfg)
     return cfg
 
 
@@ -174,7 +174,7 @@ def test_workers_of_ray_may_register_again():
 
 
 def test_section_is_validated_with_axolotls_own_configuration():
-    module = _plugin()
+    module = plugin_module()
     path, name = module.RingtilePlugin().get_input_args().rsplit(".", 1)
     assert path == module.__name__
 
@@ -190,7 +190,7 @@ def test_section_is_validated_with_axolotls_own_configuration():
 
 def test_rows_of_a_step_are_counted_once_per_group():
     plugin, cfg = (
-        _plugin().RingtilePlugin(),
+        plugin_module().RingtilePlugin(),
         {"ringtile": {"context_parallel_size": 2}, "batch_size": 8, "world_size": 4},
     )
     plugin.load_datasets(cfg)
@@ -199,7 +199,7 @@ def test_rows_of_a_step_are_counted_once_per_group():
 
 
 def _enabled():
-    plugin, trainer = _plugin().RingtilePlugin(), make_trainer(max_steps=1)
+    plugin, trainer = plugin_module().RingtilePlugin(), make_trainer(max_steps=1)
     cfg = {"context_parallel_size": 2, "layout": "contiguous"}
     plugin.register(cfg)
     plugin.post_trainer_create(cfg, trainer)
@@ -212,16 +212,44 @@ def test_trainer_is_enabled_once_it_is_built():
     assert run_ranks(2, _enabled) == [(2, "contiguous")] * 2
 
 
+@pytest.mark.parametrize(
+    ("cfg", "words"),
+    [
+        ({"tiled_mlp_num_shards": 4}, "tiled_mlp_num_shards is 4 but tiled_mlp is false; set tiled_mlp: true"),
+        ({"tiled_mlp_use_original_mlp": False}, "tiled_mlp_use_original_mlp is False but tiled_mlp is false"),
+        ({"tiled_mlp": True, "tiled_mlp_num_shards": 0}, "tiled_mlp_num_shards is 0; expected"),
+        ({"log_metrics": "yes"}, "log_metrics is 'yes'; expected"),
+    ],
+)
+def test_own_keys_are_checked(cfg, words):
+    taken = registered(**cfg)
+    with pytest.raises(ringtile.ConfigError, match=words):
+        plugin_module().RingtilePlugin().post_trainer_create(taken, None)
+
+
+def test_own_keys_reach_the_tiles_and_the_log(caplog):
+    trainer, cfg = make_trainer(max_steps=1), {"tiled_mlp": True, "tiled_mlp_num_shards": 3, "log_metrics": True}
+    plugin = plugin_module().RingtilePlugin()
+    plugin.register(cfg)
+    plugin.post_trainer_create(cfg, trainer)
+    (mlp, *_) = (layer.mlp for layer in trainer.model.model.layers)
+    assert mlp.forward.__func__.num_shards == 3
+    trainer.train()
+    assert "tokens_per_s" in trainer.state.log_history[0]
+    ringtile.restore(trainer)
+    assert "forward" not in vars(mlp)
+
+
 def test_orpo_and_shared_experts_are_refused():
     with pytest.raises(ringtile.ConfigError, match="orpo_alpha"):
-        _plugin().RingtilePlugin().post_trainer_create({"orpo_alpha": 0.1}, None)
+        plugin_module().RingtilePlugin().post_trainer_create({"orpo_alpha": 0.1}, None)
     cfg = {"expert_parallel_size": 2, "ringtile": {"context_parallel_size": 2}}
     with pytest.raises(ringtile.ConfigError, match="expert_parallel_size is 2 and context_parallel_size 2;"):
-        _plugin().RingtilePlugin().post_trainer_create(cfg, None)
+        plugin_module().RingtilePlugin().post_trainer_create(cfg, None)
 
 
 def _rows_are_balanced_for():
-    plugin, trainer = _plugin().RingtilePlugin(), make_trainer(max_steps=1)
+    plugin, trainer = plugin_module().RingtilePlugin(), make_trainer(max_steps=1)
     trainer._data_parallel_size = lambda: trainer.args.world_size  # as axolotl 0.21 has it
     cfg = {"context_parallel_size": 2}
     plugin.register(cfg)

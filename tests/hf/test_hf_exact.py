@@ -128,12 +128,6 @@ TRAINER = [
         },
     ),
     Cell("tiles in one process", EVERY_NUMBER, TILED | ALONE, world=1),
-    Cell(
-        "tiles in one process, by the MLPs themselves",
-        {},
-        TILED | ALONE | {"tiled_mlp_use_original_mlp": True},
-        world=1,
-    ),
     Cell("own token average, balanced", {"average_tokens_across_devices": False}, {"layout": "balanced"}, long=True),
     Cell("RoPE that grows", {"family": "llama-dynamic", **EVERY_NUMBER}, long=True),  # test_hf_attention has logits
     Cell("a torch stream", {"stream": True, "gradient_accumulation_steps": 1}, long=True),

@@ -1,4 +1,4 @@
-"""`log_metrics`: the numbers in the Trainer's log are those of the data, of the plan and of the clock."""
+"""`MetricsCallback`: the numbers in the Trainer's log are those of the data, of the plan and of the clock."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import pytest
 import ringtile
 import torch
 import torch.distributed as dist
-import transformers
-from hf_training import Padded, make_trainer, train
+from hf_training import Padded, make_trainer
 from pool import run_ranks
 from ringtile.attn.auto import scheme_of
 from ringtile.first_batch.run import is_recording
 from ringtile.hf import first_batch, metrics
 from ringtile.hf.batch import ShardedBatch, active_batch
-from ringtile.hf.layers import LayerMask, layer_masks
-from ringtile.peak_memory import peak_bytes, reset_peak_bytes
+from ringtile.hf.layers import layer_masks
+from ringtile.peak_memory import peak_bytes
 from ringtile.planner.layer import plan_of
 from ringtile.sequence.plan import Shape
 from transformers import PreTrainedModel, TrainerCallback
@@ -104,7 +103,7 @@ def logged(config: dict[str, Any], **arguments: Any) -> tuple[list[dict[str, Any
     with mock.patch.object(metrics, "time", mocked), mock.patch.object(first_batch, "time", mocked):
         trainer = make_trainer(collator=Padded24(), **arguments)
         planned, reporter = PlannedBytes(trainer.model), Reporter(clock)
-        for callback in (planned, reporter):
+        for callback in (planned, reporter, ringtile.MetricsCallback()):
             trainer.add_callback(callback)
         ringtile.enable(trainer, config)
         trainer.train()
@@ -117,7 +116,7 @@ def logged(config: dict[str, Any], **arguments: Any) -> tuple[list[dict[str, Any
 
 def test_metrics_are_those_of_the_data_the_plan_and_the_clock() -> None:
     options = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    runs = run_ranks(2, logged, {"context_parallel_size": 2, "log_metrics": True}, **options)
+    runs = run_ranks(2, logged, {"context_parallel_size": 2}, **options)
     planned = sum(plan_bytes for _, plan_bytes in runs)
     assert planned > 0
     for lines, _ in runs:
@@ -132,14 +131,14 @@ def test_metrics_are_those_of_the_data_the_plan_and_the_clock() -> None:
 
 
 def test_different_batches_count_once_each() -> None:
-    for lines, _ in run_ranks(2, logged, {"log_metrics": True}):
+    for lines, _ in run_ranks(2, logged, {}):
         assert [line["tokens_per_s"] for line in lines] == [2 * TOKENS] * len(lines)
         assert [line["tokens_per_rank"] for line in lines] == [TOKENS] * len(lines)
         assert not lines[0].keys() & {"bytes_moved", "wait_share"}
 
 
 def test_one_process_and_lines_at_the_end_of_an_epoch() -> None:
-    (line,), _ = logged({"log_metrics": True}, logging_strategy="epoch", num_train_epochs=1, max_steps=-1, num_rows=10)
+    (line,), _ = logged({}, logging_strategy="epoch", num_train_epochs=1, max_steps=-1, num_rows=10)
     assert line["tokens_per_s"] == line["tokens_per_rank"] == pytest.approx(TOKENS, rel=0.2)  # the last step has fewer
     assert line["peak_bytes"] <= peak_bytes()
 
@@ -149,7 +148,8 @@ def late() -> float:
     trainer = make_trainer(collator=Padded24(), num_rows=16, max_steps=3)
     if dist.get_rank() == 1:
         trainer.model.model.layers[0].self_attn.register_forward_pre_hook(lambda *unused: time.sleep(0.2))
-    ringtile.enable(trainer, {"context_parallel_size": 2, "log_metrics": True})
+    trainer.add_callback(ringtile.MetricsCallback())
+    ringtile.enable(trainer, {"context_parallel_size": 2})
     trainer.train()
     ringtile.restore(trainer)
     line = trainer.state.log_history[2]
@@ -165,30 +165,29 @@ def test_a_rank_that_waits_is_seen() -> None:
     assert first > 0.1
 
 
-def test_metrics_are_off_by_default_and_change_no_number() -> None:
-    plain, measured = (
-        run_ranks(2, train, {"context_parallel_size": 2, **more}, max_steps=2, evaluate=False)[0]
-        for more in ({}, {"log_metrics": True})
-    )
-    assert not plain.metrics[0].keys() & KEYS
-    assert measured.metrics[0].keys() >= KEYS
-    assert measured.losses == plain.losses
-    assert measured.grad_norms == plain.grad_norms
+def losses_and_keys(measured: bool) -> tuple[list[tuple[float, float]], set[str]]:
+    trainer = make_trainer(max_steps=2)
+    if measured:
+        trainer.add_callback(ringtile.MetricsCallback())
+    ringtile.enable(trainer, {"context_parallel_size": 2})
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return [(log["loss"], log["grad_norm"]) for log in logs], {*logs[0]}
 
 
-def test_each_layer_is_planned_with_its_own_window() -> None:
-    window = {"sliding_window": 8, "num_hidden_layers": 3}
-    assert layer_masks(transformers.MistralConfig(**window)) == [LayerMask(window=8)] * 3
-    assert layer_masks(transformers.LlamaConfig(num_hidden_layers=2)) == [LayerMask()] * 2
-    kinds = ["full_attention", "sliding_attention", "full_attention"]
-    expected = [LayerMask(), LayerMask(window=8), LayerMask()]
-    assert layer_masks(transformers.Gemma3TextConfig(**window, layer_types=kinds)) == expected
+def test_metrics_change_no_number() -> None:
+    (plain, keys), (measured, more) = (run_ranks(2, losses_and_keys, on)[0] for on in (False, True))
+    assert measured == plain
+    assert more - keys == KEYS
 
 
-def test_peak_memory_starts_anew() -> None:
-    bytearray(b"x") * (256 << 20)
-    reset_peak_bytes()
-    before = peak_bytes()
-    held = bytearray(b"x") * (64 << 20)
-    # Resident pages, counted in KiB: all of the array, but for what the allocator had at hand.
-    assert 60 << 20 <= peak_bytes() - before <= len(held) + (8 << 20)
+def test_a_trainer_that_is_not_enabled_is_refused() -> None:
+    trainer = make_trainer(max_steps=1)
+    trainer.add_callback(ringtile.MetricsCallback())
+    for _ in range(2):
+        with pytest.raises(
+            ringtile.ConfigError, match=r"expected ringtile.enable\(trainer, ...\) after the callback was"
+        ):
+            trainer.train()
+        ringtile.enable(trainer, {})
+        ringtile.restore(trainer)

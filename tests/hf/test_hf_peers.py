@@ -15,7 +15,7 @@ from faults.counts import Counts
 from faults.training_kills import PHASES, Trial, run
 from hf_training import make_trainer
 from pool import Pool, run_ranks
-from ringtile import PeerLostError, RingMismatchError, enable, restore
+from ringtile import MetricsCallback, PeerLostError, RingMismatchError, enable, restore
 from ringtile.hf import peers as hf_peers
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.patches import Patches
@@ -319,7 +319,8 @@ def _group_after_destroy():
     """Whether a Trainer that is kept keeps its context-parallel group."""
     trainer = make_trainer(max_steps=1)
     before = set(distributed_c10d._world.pg_map)
-    enable(trainer, {"context_parallel_size": 2, "log_metrics": True})
+    trainer.add_callback(MetricsCallback())
+    enable(trainer, {"context_parallel_size": 2})
     (group,) = map(weakref.ref, set(distributed_c10d._world.pg_map) - before)
     del before
     trainer.train()

@@ -164,7 +164,9 @@ def test_ligers_mlp_is_a_conflict_unless_its_own_forward_is_tiled(monkeypatch) -
     expected = loss_and_gradients(model)
     patched = MethodType(liger_forward, model.model.layers[1].mlp)
     model.model.layers[1].mlp.forward = patched
-    with pytest.raises(ConfigError, match=r"layers\.1\.mlp is Liger's MLP.*tiled_mlp_use_original_mlp: true"):
+    with pytest.raises(
+        ConfigError, match=r"layers\.1\.mlp is Liger's MLP.*ringtile.tile_mlps\(model, use_original_mlp=True\)"
+    ):
         tile_mlps(model, 7)
     assert vars(model.model.layers[1].mlp)["forward"] is patched
     assert "forward" not in vars(model.model.layers[0].mlp)  # nothing is left half done

@@ -112,10 +112,12 @@ def test_train_leaves_tiled_modules_as_they_are() -> None:
     """The Trainer would put Liger's kernels in when training begins, over their forward."""
     with stand_in():
         trainer = make_trainer(**{**LIGER, "liger_kernel_config": {"fused_linear_cross_entropy": False}})
-        ringtile.enable(trainer, {"tiled_mlp": True, "tiled_mlp_use_original_mlp": True})
+        ringtile.enable(trainer, {"tiled_loss": True})
+        tiles = ringtile.tile_mlps(trainer.model, use_original_mlp=True)
         tiled = [layer.mlp.forward for layer in trainer.model.model.layers]
         trainer.train()
         assert [layer.mlp.forward for layer in trainer.model.model.layers] == tiled
+        tiles.restore()
         ringtile.restore(trainer)
         assert all(from_liger(layer.mlp) for layer in trainer.model.model.layers)
         other = make_trainer(**LIGER)

@@ -315,7 +315,7 @@ def trained(config: dict[str, Any], transfer: LateTransfer | None, **arguments: 
 def offloaded_training(config: dict[str, Any]) -> tuple[bool, int]:
     transfer = LateTransfer()
     losses, weights = trained({**config, "activation_offloading": True}, transfer)
-    expected_losses, expected = trained({**config, "gc_steps": 1}, None)
+    expected_losses, expected = trained(config, None)
     same = losses == expected_losses and all(torch.equal(*pair) for pair in zip(weights, expected, strict=True))
     return same, sum(entry[0] == "to host" for entry in transfer.log)
 
@@ -381,16 +381,16 @@ def test_cuda_keeps_two_hidden_states_on_the_device() -> None:
 # ---- garbage ------------------------------------------------------------------------------------
 
 
-def test_garbage_is_collected_at_train_begin_step_0_and_every_gc_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_is_collected_at_train_begin_step_0_and_every_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(max_steps=5)
     steps: list[int] = []
     monkeypatch.setattr("ringtile.hf.gc_callback.collect", lambda: steps.append(trainer.state.global_step))
-    callbacks = list(trainer.callback_handler.callbacks)
-    ringtile.enable(trainer, {"gc_steps": 2})
+    trainer.add_callback(ringtile.CollectGarbageCallback(2))
     trainer.train()
     assert steps == [0, 0, 2, 4]
-    ringtile.restore(trainer)
-    assert trainer.callback_handler.callbacks == callbacks
+    for steps_of in (0, True, "2"):
+        with pytest.raises(ringtile.InputError, match="expected an integer of at least 1"):
+            ringtile.CollectGarbageCallback(steps_of)  # type: ignore[arg-type]
 
 
 def test_collect_frees_a_cycle() -> None:

@@ -63,8 +63,7 @@ def prove_ops(model: PreTrainedModel, config: Config, group: dist.ProcessGroup |
         proofs += [_ring(name, mask, text, config, group) for name, mask in _masks(text).items()]
     if config.tiled_mlp and (mlps := find_mlps(model)):
         name, mlp = next(iter(mlps.items()))
-        tile_tokens, own = config.tile_tokens, config.tiled_mlp_use_original_mlp
-        proofs.append(_tiled(f"tiled MLP, {name}", mlp, text.hidden_size, tile_tokens, own))
+        proofs.append(_tiled(f"tiled MLP, {name}", mlp, text.hidden_size, config.tile_tokens, False))
     if config.tiled_norm and (norms := find_norms(model)):
         name, norm = next(iter(norms.items()))
         (weight,) = norm.parameters()

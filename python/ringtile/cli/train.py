@@ -59,8 +59,7 @@ def make_model(recipe: Recipe, encoder: Encoder) -> PreTrainedModel:
     config, name = make_config(recipe.model, recipe.data.seq_len, encoder.vocab_size), recipe.model.get("name")
     with refusing("model"):
         auto = AutoModelForCausalLM
-        model: PreTrainedModel = auto.from_pretrained(name, config=config) if name else auto.from_config(config)  # type: ignore[no-untyped-call]
-    return model
+        return auto.from_pretrained(name, config=config) if name else auto.from_config(config)  # type: ignore[no-untyped-call]
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -81,7 +80,9 @@ def train(recipe: Recipe) -> dict[str, Any]:
     if args.fsdp and not trainer.is_fsdp_enabled:
         raise ConfigError("training.fsdp is set, but accelerate ignores it on a CPU; expected GPUs")
     if recipe.ringtile != ringtile.Config() or args.world_size > 1:
-        ringtile.enable(trainer, recipe.ringtile.model_copy(update={"log_metrics": True}))
+        for callback in (ringtile.MetricsCallback(), ringtile.CollectGarbageCallback()):
+            trainer.add_callback(callback)
+        ringtile.enable(trainer, recipe.ringtile)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if args.save_strategy != "no":
         trainer.save_model()

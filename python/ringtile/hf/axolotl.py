@@ -15,8 +15,11 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, field_validator
 
-from ringtile.config import TAKEN, WORDS, Config, flat
+from ringtile.config import TAKEN, WORDS, Config, Count, Section, flat
 from ringtile.errors import ConfigError
+from ringtile.hf.metrics import MetricsCallback
+from ringtile.hf.mlp import tile_mlps
+from ringtile.hf.model import base_model
 from ringtile.hf.trainer import enable
 
 logger = logging.getLogger("ringtile")
@@ -32,8 +35,16 @@ _OFFLOADS = (True, "legacy", "hidden_states")  # the ways of axolotl's activatio
 _LOSSES = ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")  # without all logits
 
 
+class Keys(Section):
+    """The plugin's keys beside those of ringtile.Config: axolotl's for its tiled MLP, and a callback's."""
+
+    tiled_mlp_num_shards: Count | None = None  # tiles per MLP call, instead of tile_tokens
+    tiled_mlp_use_original_mlp: bool = False  # True: the module's own forward even where a GLU kernel is exact
+    log_metrics: bool = False  # ringtile.MetricsCallback
+
+
 class RingtileArgs(BaseModel):
-    """Adds to axolotl's configuration the mapping `ringtile`, with the keys of `ringtile.Config`."""
+    """Adds to axolotl's configuration the mapping `ringtile`, with the keys of `ringtile.Config` and `Keys`."""
 
     ringtile: dict[str, Any] | None = None
 
@@ -42,7 +53,7 @@ class RingtileArgs(BaseModel):
     def _is_a_config(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         """Raises ConfigError naming the key; pydantic wraps it in its ValidationError."""
         if value is not None:
-            Config.load(value)
+            _split(value)
         return value
 
 
@@ -77,7 +88,7 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
 
     def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
         """Divides axolotl's rows per step, which count every rank, by the group size: warm-up and saving use them."""
-        config = _config(cfg)
+        config, _ = _split(cfg.get(_SECTION))
         if not self._batch_size_is_right and cfg.get("world_size", 1) > 1:
             cfg["batch_size"] //= config.context_parallel_size
         self._batch_size_is_right = True
@@ -85,27 +96,34 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         if cfg.get("orpo_alpha"):
             raise ConfigError("orpo_alpha is set; remove it: its loss compares full sequences and a rank has a shard")
-        config, experts = _config(cfg), cfg.get("expert_parallel_size") or 1
+        (config, keys), experts = _split(cfg.get(_SECTION)), cfg.get("expert_parallel_size") or 1
         if experts > 1 and config.context_parallel_size > 1:
             raise ConfigError(
                 f"expert_parallel_size is {experts} and context_parallel_size {config.context_parallel_size}; expected "
                 f"one of them to be 1: experts that ranks share have not been compared with one process"
             )
-        patches = enable(trainer, config)
-        if config.context_parallel_size > 1 and hasattr(
-            trainer, "_data_parallel_size"
-        ):  # since 0.21: for how many ranks balance_labels picks rows
+        if keys.log_metrics:
+            trainer.add_callback(MetricsCallback())
+        if keys.tiled_mlp_num_shards is None and not keys.tiled_mlp_use_original_mlp:
+            patches = enable(trainer, config)
+        else:
+            number, own = keys.tiled_mlp_num_shards, keys.tiled_mlp_use_original_mlp
+            tiles = tile_mlps(base_model(trainer.model), config.tile_tokens, number, own)
+            patches = enable(trainer, config.model_copy(update={"tiled_mlp": False}))
+            patches.on_restore(tiles.restore)
+        # Since 0.21: for how many ranks balance_labels picks rows.
+        if config.context_parallel_size > 1 and hasattr(trainer, "_data_parallel_size"):
             patches.wrap(trainer, "_data_parallel_size", lambda original: original() // config.context_parallel_size)
 
 
 def _take(cfg: MutableMapping[str, Any]) -> dict[str, Any]:
     """Takes ringtile's keys, and other libraries' names for them, out of axolotl's sight. Returns them."""
-    left = {"gc_steps"}  # means the same to axolotl
+    left: set[str] = set()
     if cfg.get("activation_offloading") in _OFFLOADS:
         cfg["activation_offloading"] = True
     else:
         left.add("activation_offloading")
-    names = dict.fromkeys((*Config.model_fields, *TAKEN))
+    names = dict.fromkeys((*Config.model_fields, *Keys.model_fields, *TAKEN))
     return {name: cfg.pop(name) for name in names if name not in left and cfg.get(name) is not None}
 
 
@@ -180,5 +198,14 @@ def _meaning(there: dict[str, Any], key: str, meanings: Mapping[Any, str | None]
     return meanings[value]
 
 
-def _config(cfg: Mapping[str, Any]) -> Config:
-    return Config.load(dict(cfg.get(_SECTION) or {}))
+def _split(section: Mapping[str, Any] | None) -> tuple[Config, Keys]:
+    """The two kinds of keys in the mapping `ringtile`. ConfigError names the key."""
+    given = flat(dict(section or {}))
+    own = {name: given.pop(name) for name in Keys.model_fields if name in given}
+    config, keys = Config.load(given), Keys(**own)
+    for name in own.keys() - {"log_metrics"}:
+        if not config.tiled_mlp:
+            raise ConfigError(
+                f"{name} is {own[name]!r:.80} but tiled_mlp is false; set tiled_mlp: true or remove {name}"
+            )
+    return config, keys

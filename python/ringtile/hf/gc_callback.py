@@ -1,4 +1,4 @@
-"""`gc_steps`: runs Python's garbage collector at the same steps on every rank."""
+"""`CollectGarbageCallback`: runs Python's garbage collector at the same steps on every rank."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from ringtile.errors import InputError, shown
 
-class CollectGarbage(TrainerCallback):
-    """Collects when training begins, at the start of step 0, and at the end of every `gc_steps`-th step.
+
+class CollectGarbageCallback(TrainerCallback):
+    """Collects when training begins, at the start of step 0, and at the end of every `steps`-th step.
 
     Objects in reference cycles keep their memory until a collection. By default Python collects once it has created
     enough objects, which each rank does at a different moment, while the others wait for it in a collective.
     """
 
-    def __init__(self, gc_steps: int) -> None:
-        self.gc_steps = gc_steps
+    def __init__(self, steps: int = 100) -> None:
+        if type(steps) is not int or steps < 1:
+            raise InputError(f"steps is {shown(steps)}; expected an integer of at least 1")
+        self.steps = steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         collect()
@@ -27,7 +31,7 @@ class CollectGarbage(TrainerCallback):
             collect()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.gc_steps == 0:
+        if state.global_step % self.steps == 0:
             collect()
 
 

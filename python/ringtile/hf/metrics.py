@@ -1,4 +1,4 @@
-"""`log_metrics`: what a training costs, in the Trainer's own log, and so in TensorBoard, W&B and all that read it.
+"""`MetricsCallback`: what a training costs, in the Trainer's own log, and so in TensorBoard, W&B and all that read it.
 
 Each logged line with a loss gets, over the steps since the line before it:
 
@@ -22,32 +22,42 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
+from ringtile.errors import ConfigError
 from ringtile.hf.patches import Patches
 from ringtile.peak_memory import peak_bytes
 from ringtile.transport.transport import Transport
 
 
-class LogMetrics(TrainerCallback):
-    """Measures the steps of this rank, and adds the numbers of all ranks to the Trainer's log.
+class MetricsCallback(TrainerCallback):
+    """Adds tokens per second, bytes between ranks, waiting and memory of all ranks to each line of the Trainer's log.
+
+    Give it to the Trainer (`callbacks=[ringtile.MetricsCallback()]`) before `ringtile.enable`, which connects the two.
+    docs/guide/trainer.md has the numbers. ConfigError when training begins without `enable`.
 
     The ranks tell each other at the end of a step that is to be logged, as they do their losses, and not when the
     Trainer's `log` is called, which a user's code may do on one rank alone.
     """
 
-    def __init__(
-        self, trainer: Trainer, transport: Transport | None, group_size: int, proof_seconds: Callable[[], float]
+    trainer: Trainer | None = None  # while it is enabled
+    transport: Transport | None = None
+
+    def install(
+        self,
+        trainer: Trainer,
+        transport: Transport | None,
+        group_size: int,
+        proof_seconds: Callable[[], float],
+        patches: Patches,
     ) -> None:
         """transport: of the group of ranks that share each sequence, group_size of them; None where none is shared.
         proof_seconds: what the check of the first batch has taken, which is no part of a step."""
-        self.trainer, self.transport, self.group_size = trainer, transport, group_size
-        self.proof_seconds = proof_seconds
+        self.group_size, self.proof_seconds = group_size, proof_seconds
         self.found: dict[str, float] = {}  # for the next line of the log
+        patches.set(self, "trainer", trainer)
+        patches.set(self, "transport", transport)
+        patches.wrap(trainer, "training_step", self._training_step)
+        patches.wrap(trainer, "log", self._log)
         self._begin()
-
-    def install(self, patches: Patches) -> None:
-        patches.wrap(self.trainer, "training_step", self._training_step)
-        patches.wrap(self.trainer, "log", self._log)
-        patches.add_callback(self.trainer, self)
 
     def _begin(self) -> None:
         """Begins the next line."""
@@ -61,7 +71,7 @@ class LogMetrics(TrainerCallback):
         return [time.perf_counter() - self.proof_seconds(), *counts]
 
     def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        name = getattr(self.trainer.model, "main_input_name", "input_ids")
+        name = getattr(self.trainer.model if self.trainer else None, "main_input_name", "input_ids")
         tokens = inputs.get(name) if hasattr(inputs, "get") else None
         if isinstance(tokens, torch.Tensor) and tokens.dim() >= 2:
             self.tokens += tokens.size(0) * tokens.size(1)
@@ -76,6 +86,11 @@ class LogMetrics(TrainerCallback):
     # ---- the Trainer's calls --------------------------------------------------------------------
 
     def on_train_begin(self, *unused: Any, **also_unused: Any) -> None:
+        if self.trainer is None:
+            raise ConfigError(
+                "MetricsCallback measures nothing yet; expected ringtile.enable(trainer, ...) after the callback was "
+                "given to the Trainer, and before train()"
+            )
         self._begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -97,13 +112,12 @@ class LogMetrics(TrainerCallback):
     # ---- the numbers ----------------------------------------------------------------------------
 
     def _find_if_logged(self, control: Any) -> None:
-        if control.should_log and self.steps:
-            self.found = self._find()
+        if control.should_log and self.steps and self.trainer is not None:
+            self.found = self._find(self.trainer.args.device)
             self._begin()
 
-    def _find(self) -> dict[str, float]:
+    def _find(self, device: torch.device) -> dict[str, float]:
         """The numbers of all ranks. A collective."""
-        device = self.trainer.args.device
         mine = [self.tokens, peak_bytes(device.type), *self.spent]
         tokens, peak, seconds, sent, waited = self._of_all_ranks(mine, device).unbind(1)
         batch_tokens, num_ranks = tokens.sum().item() / self.group_size, tokens.numel()

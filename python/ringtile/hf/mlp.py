@@ -38,8 +38,8 @@ def tile_mlps(
 
 
 def install_tiled_mlp(model: nn.Module, config: Config, patches: Patches) -> None:
-    """`tile_mlps` with the keys tile_tokens, tiled_mlp_num_shards and tiled_mlp_use_original_mlp of a Config."""
-    _tile_mlps(model, config.tile_tokens, config.tiled_mlp_num_shards, config.tiled_mlp_use_original_mlp, patches)
+    """`tile_mlps` with the tile_tokens of a Config."""
+    _tile_mlps(model, config.tile_tokens, None, False, patches)
 
 
 def _tile_mlps(
@@ -58,9 +58,10 @@ def _tile_mlps(
     for name, module in mlps.items():
         if from_liger(module) and not use_original_mlp:
             raise ConfigError(
-                f"{name} is Liger's MLP, which tiled_mlp would replace by ringtile's GLU kernels; set "
-                "tiled_mlp_use_original_mlp: true to run Liger's in tiles, or turn Liger's GLU off "
-                "(liger_kernel_config={'swiglu': False}, or 'geglu'; in axolotl liger_glu_activation: false)"
+                f"{name} is Liger's MLP, which tiled_mlp would replace by ringtile's GLU kernels; turn Liger's "
+                "GLU off (liger_kernel_config={'swiglu': False}, or 'geglu'; in axolotl liger_glu_activation: false), "
+                "or run it in tiles: ringtile.tile_mlps(model, use_original_mlp=True) after enable without tiled_mlp, "
+                "in axolotl tiled_mlp_use_original_mlp: true"
             )
         check_parts(module)
         _gather_as_one(module, patches)

@@ -16,13 +16,12 @@ from ringtile.first_batch.compare import Comparison
 from ringtile.hf import adapters, checks, model
 from ringtile.hf.checkpoints import Checkpoints
 from ringtile.hf.first_batch import FirstBatch
-from ringtile.hf.gc_callback import CollectGarbage
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.liger import apply_liger
 from ringtile.hf.loss import install_tiled_loss
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.loss_on_shards import LossOnShards
-from ringtile.hf.metrics import LogMetrics
+from ringtile.hf.metrics import MetricsCallback
 from ringtile.hf.mlp import install_tiled_mlp
 from ringtile.hf.norm import install_tiled_norm
 from ringtile.hf.offload import OffloadActivations, check_offload
@@ -163,11 +162,10 @@ def _attach_callbacks(
     proof_seconds: Callable[[], float],
 ) -> None:
     """What has nothing to do with sharding, each in a module of its own that knows the Trainer alone."""
-    if config.gc_steps is not None:
-        patches.add_callback(trainer, CollectGarbage(config.gc_steps))
-    if config.log_metrics:
-        transport = None if group is None else transport_of(group.process_group)
-        LogMetrics(trainer, transport, 1 if group is None else group.size, proof_seconds).install(patches)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, MetricsCallback):
+            transport = None if group is None else transport_of(group.process_group)
+            callback.install(trainer, transport, 1 if group is None else group.size, proof_seconds, patches)
     if group is None or group.size == 1:
         return
     peers = Peers(group)
