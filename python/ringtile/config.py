@@ -98,9 +98,8 @@ class Config(Section):
     @property
     def asks(self) -> bool:
         """Whether a Trainer trains otherwise than without ringtile."""
-        tiled = self.tiled_mlp or self.tiled_norm or self.tiled_loss or self.activation_offload
-        watched = self.log_metrics or self.gc_steps is not None
-        return self.context_parallel_size > 1 or self.shared_prefix or tiled or watched
+        tiled = self.tiled_mlp or self.tiled_norm or self.tiled_loss
+        return self.context_parallel_size > 1 or self.shared_prefix or tiled or self.activation_offloading
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:

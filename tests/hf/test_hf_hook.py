@@ -209,8 +209,10 @@ def test_enable_says_in_one_line_what_it_did():
 
 def _touched_by(options, config):
     """The names of what differs under ringtile; those of layers that do so alike once."""
-    trainer = make_trainer(**{name: value() if name == "model" else value for name, value in options.items()})
-    trainer.add_callback(TrainerCallback)
+    given = {name: value() if name == "model" else value for name, value in options.items()}
+    callback = given.pop("callback", TrainerCallback)
+    trainer = make_trainer(**given)
+    trainer.add_callback(callback)
     before = _touchable(trainer)
     ringtile.enable(trainer, config)
     touched = _differences(before, _touchable(trainer))
@@ -263,12 +265,12 @@ TILES = {
     *(f"{LAYERS}.{norm}_layernorm.forward" for norm in ("input", "post_attention")),
     *(f"{LAYERS}.mlp._z3_leaf", f"{LAYERS}.mlp.forward"),
 }
-METRICS = {"trainer._ringtile_session", "trainer.callbacks", "trainer.log", "trainer.training_step"}
+METRICS = {"trainer._ringtile_session", "trainer.log", "trainer.training_step"}
 TOUCHED = {
     "nothing asked": ({}, {}, set()),
     "nothing but its layout": ({}, {"context_parallel_size": 1, "layout": "striped"}, set()),
     "tiles": ({}, {"tiled_mlp": True, "tiled_norm": True, "tiled_loss": True}, TILES),
-    "metrics": ({}, {"log_metrics": True}, METRICS),
+    "metrics": ({"callback": ringtile.MetricsCallback}, {}, METRICS),
     "trees on one rank": ({}, {"shared_prefix": True}, LOSS),
     **{kind: (UNCOUNTED | options, CONFIG, LLAMA | more) for kind, (options, more) in ON_TWO_RANKS.items()},
 }

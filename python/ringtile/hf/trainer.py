@@ -72,7 +72,7 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
             )
         return enabled.patches
     checks.check_sizes(trainer, config)
-    if not config.asks:
+    if not config.asks and not any(isinstance(each, MetricsCallback) for each in trainer.callback_handler.callbacks):
         return Patches()
     patches = Patches.of(lambda patches: _install(trainer, config, patches))
     if trainer.args.process_index == 0:
