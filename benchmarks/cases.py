@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from ringtile.attn.call import check_tensors
 from ringtile.errors import ConfigError
-from ringtile.planner.layer import Plan, plan
+from ringtile.planner.layer import Plan, plan_attention
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from torch import Tensor
@@ -117,7 +117,7 @@ def attention_cost(workload: Workload, case: Case) -> Cost:
 
 def attention_plan(workload: Workload, mask: IntervalMask, layout: Layout) -> Plan:
     """The plan of a workload: which flops its ranks compute and which bytes they send."""
-    return plan(
+    return plan_attention(
         mask,
         layout,
         num_heads=workload.num_heads,

@@ -31,7 +31,7 @@ try:
     from ringtile.attn.attention import attention, ring_attention
     from ringtile.attn.call import AttentionDropout
     from ringtile.recurrent import kernels as _recurrent_kernels  # noqa: F401  registers its ops on fake tensors
-    from ringtile.sequence.layout import Layout, Run
+    from ringtile.sequence.layout import Layout
     from ringtile.sequence.mask import IntervalMask
     from ringtile.sequence.sharded import ShardedSequence
     from ringtile.sequence.tree import tree_position_ids
@@ -44,7 +44,7 @@ _LAZY = {
     "Config": "config",
     "ContextParallel": "torch_context_parallel.parallel_style",
     "causal_conv1d": "recurrent.functions",
-    "check": "torch_context_parallel.check",
+    "check_first_batch": "torch_context_parallel.check",
     "context_parallel": "torch_context_parallel.context",
     "context_parallel_shard": "torch_context_parallel.buffers",
     "context_parallel_unshard": "torch_context_parallel.buffers",
@@ -57,7 +57,7 @@ _LAZY = {
     "MetricsCallback": "hf.metrics",
     "Plan": "planner.layer",
     "offload_activations": "hf.offload",
-    "plan": "planner.layer",
+    "plan_attention": "planner.layer",
     "restore": "hf.trainer",
     "selective_scan": "recurrent.functions",
     "sequence_log_probs": "rl",
@@ -76,14 +76,14 @@ if TYPE_CHECKING:
     from ringtile.hf.norm import tile_norms
     from ringtile.hf.offload import offload_activations
     from ringtile.hf.trainer import enable, restore
-    from ringtile.planner.layer import Plan, plan
+    from ringtile.planner.layer import Plan, plan_attention
     from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
     from ringtile.rl import sequence_log_probs
     from ringtile.tiled.log_probs import tiled_log_probs
     from ringtile.tiled.loss import tiled_linear_cross_entropy
     from ringtile.tiled.mlp import tiled_mlp
     from ringtile.torch_context_parallel.buffers import context_parallel_shard, context_parallel_unshard
-    from ringtile.torch_context_parallel.check import check
+    from ringtile.torch_context_parallel.check import check_first_batch
     from ringtile.torch_context_parallel.context import context_parallel
     from ringtile.torch_context_parallel.flex import create_cp_block_mask, flex_attention
     from ringtile.torch_context_parallel.parallel_style import (
@@ -115,11 +115,10 @@ __all__ = [
     "RefusedError",
     "RingMismatchError",
     "RingtileError",
-    "Run",
     "ShardedSequence",
     "attention",
     "causal_conv1d",
-    "check",
+    "check_first_batch",
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",
@@ -130,7 +129,7 @@ __all__ = [
     "flex_attention",
     "gated_delta_rule",
     "offload_activations",
-    "plan",
+    "plan_attention",
     "restore",
     "ring_attention",
     "selective_scan",

@@ -64,7 +64,7 @@ def sequence_log_probs(
     - position_ids (B or 1, S): 0, ..., S - 1 unless given, as the model itself would count them.
     - layout, scheme: as in `context_parallel`.
     - check: before the first call with a model, its forward and backward are compared on up to 512 tokens of the
-      longest row, whole and sharded, as `ringtile.check` does.
+      longest row, whole and sharded, as `ringtile.check_first_batch` does.
 
     Returns log_probs (B, S - 1) in float32 (float64 for a float64 model), the same bits on every rank: log_probs[b, t]
     is log softmax(logits / temperature) of token t + 1, given the tokens up to t. It is 0, and has no gradient, where

@@ -42,7 +42,7 @@ from hypothesis import strategies as st
 from kernels_off import kernels_off
 from oracle import Attention, gradients_with_sinks, kept
 from pool import run_ranks
-from ringtile import AttentionDropout, Config, IntervalMask, Layout, ShardedSequence, ops, plan, self_test
+from ringtile import AttentionDropout, Config, IntervalMask, Layout, ShardedSequence, ops, plan_attention, self_test
 from ringtile.attn import aten
 from ringtile.attn.auto import candidates
 from ringtile.scheme import Scheme
@@ -230,7 +230,7 @@ def check_bytes(call: Call, sent: list[tuple[int, int]]) -> None:
     p = call.p
     shape = {"num_heads": p.q.size(2), "num_kv_heads": p.k.size(2), "head_dim": p.q.size(3), "v_head_dim": p.v.size(3)}
     batch, dtype = p.q.size(0), p.q.dtype
-    cost = plan(call.mask, call.layout, **shape, scheme=call.scheme, dtype=dtype, batch=batch)
+    cost = plan_attention(call.mask, call.layout, **shape, scheme=call.scheme, dtype=dtype, batch=batch)
     size = Scheme.parse(call.scheme).ranks_per_group(call.layout.world_size)
     for of_rank, each in zip(cost.ranks, sent, strict=True):
         others = [other for other in cost.ranks if other.rank // size == of_rank.rank // size and other is not of_rank]

@@ -18,7 +18,7 @@ from ringtile import (
     LoopbackWorld,
     RingMismatchError,
     ShardedSequence,
-    plan,
+    plan_attention,
     ring_attention,
 )
 from ringtile.attn import auto
@@ -39,7 +39,7 @@ def on_hosts(names: tuple[str, ...], function: Callable[[LoopbackGroup], Any]) -
 
 def received(mask: IntervalMask, hosts: tuple[int, ...], shape: Shape, scheme: str, layout: Layout) -> int:
     """By the definition: what the busiest rank receives of other hosts; of all ranks where there is one host."""
-    of_scheme = plan(
+    of_scheme = plan_attention(
         mask,
         layout,
         num_heads=shape.num_heads,
@@ -151,7 +151,7 @@ def test_plan_of_a_scheme_to_resolve_is_refused() -> None:
     Config(context_parallel_size=4, context_parallel_scheme="usp")
     for scheme in ("auto", "usp"):
         with pytest.raises(InputError, match=f"the scheme is {scheme}, which depends on the ranks' hosts; expected"):
-            plan(
+            plan_attention(
                 *(MASKS["causal"], Layout.zigzag(SEQ_LEN, 2)),
                 **{"num_heads": 4, "num_kv_heads": 4, "head_dim": 8},
                 dtype=torch.float32,

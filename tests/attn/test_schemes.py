@@ -20,7 +20,7 @@ from ringtile import (
     LoopbackWorld,
     RefusedError,
     ShardedSequence,
-    plan,
+    plan_attention,
     ring_attention,
 )
 from ringtile.attn import choose
@@ -93,7 +93,7 @@ def test_groups_that_do_not_come_out_even_are_refused() -> None:
 
     LoopbackWorld(3).run(on_rank)
     with pytest.raises(InputError, match=message):
-        plan(
+        plan_attention(
             *(MASKS["causal"], Layout.zigzag(SEQ_LEN, 3)),
             **{"num_heads": 4, "num_kv_heads": 4, "head_dim": 8, "scheme": "usp:2"},
             dtype=torch.float32,

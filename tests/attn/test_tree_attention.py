@@ -19,7 +19,7 @@ from ringtile import (
     ShardedSequence,
     attention,
     ops,
-    plan,
+    plan_attention,
     ring_attention,
 )
 from ringtile.sequence.pieces import MAX_STRETCHES, Piece, find_pieces
@@ -60,7 +60,7 @@ def test_only_needed_keys_travel() -> None:
     completion that the rank before has."""
     mask = IntervalMask.shared_prefix(16, [16] * 4)
     layout = Layout.contiguous(80, 4)
-    cost = plan(mask, layout, num_heads=2, num_kv_heads=1, head_dim=4, dtype=torch.float32)
+    cost = plan_attention(mask, layout, num_heads=2, num_kv_heads=1, head_dim=4, dtype=torch.float32)
     received = [{each.key_rank: each.num_keys for each in rank.rounds if each.num_keys} for rank in cost.ranks]
     assert received == [{0: 20}, {1: 20, 0: 20}, {2: 20, 1: 8, 0: 16}, {3: 20, 2: 12, 0: 16}]
     pairs = 16 * 17 // 2 + 4 * (16 * 16 + 16 * 17 // 2)

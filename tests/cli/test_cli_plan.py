@@ -1,4 +1,4 @@
-"""The verbs, their options and how they end; `ringtile plan`: the numbers of ringtile.plan from the command line."""
+"""The verbs, their options and how they end; `ringtile plan`: the numbers of plan_attention from the command line."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_refusal_is_one_line_with_the_rank(
     def refuse(*unused: object, **also_unused: object) -> None:
         raise error
 
-    monkeypatch.setattr("ringtile.cli.plan.make_plan", refuse)
+    monkeypatch.setattr("ringtile.cli.plan.plan_attention", refuse)
     for rank in ("", "rank 1: "):
         if rank:
             monkeypatch.setenv("RANK", "1")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ringtile import ops
 from ringtile.errors import InputError
-from ringtile.planner.layer import Plan, plan
+from ringtile.planner.layer import Plan, plan_attention
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import rank_plan
@@ -107,7 +107,7 @@ def test_costs_are_counted_pair_by_pair(
 ) -> None:
     mask, layout = problem
     batch, ranks = 2, range(layout.world_size)
-    cost = plan(
+    cost = plan_attention(
         mask,
         layout,
         num_heads=group * kv_heads,
@@ -148,7 +148,7 @@ def test_costs_are_counted_pair_by_pair(
 
 def causal_plan(layout: Layout, mask: IntervalMask | None = None) -> Plan:
     mask = mask or IntervalMask.causal(layout.seq_len)
-    return plan(mask, layout, num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+    return plan_attention(mask, layout, num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
@@ -202,39 +202,39 @@ GOOD = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "dtype": torch.float32
 TWO_ROWS = IntervalMask.documents([[4, 4], [8]])
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "length": (
-        lambda: plan(IntervalMask.causal(9), Layout.zigzag(8, 2), **GOOD),
+        lambda: plan_attention(IntervalMask.causal(9), Layout.zigzag(8, 2), **GOOD),
         "the mask is of 9 tokens, the layout of 8",
     ),
     "heads": (
-        lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "num_kv_heads": 3}),
+        lambda: plan_attention(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "num_kv_heads": 3}),
         "num_heads 4, num_kv_heads 3.* num_heads a multiple of num_kv_heads",
     ),
     "head dim": (
-        lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), v_head_dim=0, **GOOD),
+        lambda: plan_attention(IntervalMask.causal(8), Layout.zigzag(8, 2), v_head_dim=0, **GOOD),
         r"v_head_dim 0.* head dims of 1\.\.512",
     ),
     "a billion heads": (
-        lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "num_heads": 10**9}),
+        lambda: plan_attention(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "num_heads": 10**9}),
         "num_heads 1000000000, .* at most 65536",
     ),
     "a large head": (
-        lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "head_dim": 10**6}),
+        lambda: plan_attention(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "head_dim": 10**6}),
         r"head_dim 1000000, .* head dims of 1\.\.512",
     ),
     "more than is counted": (
-        lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), batch=2**60, **GOOD),
+        lambda: plan_attention(IntervalMask.causal(8), Layout.zigzag(8, 2), batch=2**60, **GOOD),
         "batch 1152921504606846976; expected .* that 62 bits can count",
     ),
     "many heads": (
-        lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "num_heads": 4 * 10**30}),
+        lambda: plan_attention(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "num_heads": 4 * 10**30}),
         r"num_heads 40*, .* at most 65536, head dims of 1\.\.512",
     ),
     "batch": (
-        lambda: plan(TWO_ROWS, Layout.zigzag(8, 2), batch=3, **GOOD),
+        lambda: plan_attention(TWO_ROWS, Layout.zigzag(8, 2), batch=3, **GOOD),
         "the mask has 2 rows but batch is 3; expected 3 or 1",
     ),
     "dtype": (
-        lambda: plan(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "dtype": torch.int64}),
+        lambda: plan_attention(IntervalMask.causal(8), Layout.zigzag(8, 2), **{**GOOD, "dtype": torch.int64}),
         "dtype is torch.int64; expected one of torch.float64",
     ),
 }

@@ -122,7 +122,7 @@ def test_mask_of_the_context_holds_and_is_narrowed_by_causal(is_causal: bool) ->
 def test_scheme_of_the_context_holds_also_under_a_dense_mask() -> None:
     """The bytes are those of its plan."""
     x, layout = inputs(48), Layout.zigzag(48, 2)
-    cost = ringtile.plan(
+    cost = ringtile.plan_attention(
         *(IntervalMask.causal(48), layout),
         **{"num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "v_head_dim": 8, "scheme": "ulysses"},
         dtype=torch.float64,

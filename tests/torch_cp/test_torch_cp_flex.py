@@ -28,7 +28,7 @@ from ringtile import (
     context_parallel_shard,
     create_cp_block_mask,
     flex_attention,
-    plan,
+    plan_attention,
 )
 from ringtile.torch_context_parallel.flex import interval_mask_of
 from ringtile.torch_context_parallel.group_layouts import sequence_of
@@ -435,7 +435,7 @@ def test_a_block_of_another_scheme_refuses_what_would_run_as_a_ring() -> None:
             sent = group.transport.bytes_sent
             attend = torch.nn.functional.scaled_dot_product_attention
             styled(ContextParallel(attention_type=ContextParallel.AttentionType.SDPA), attend, group)(*tensors)
-            of_scheme = plan(
+            of_scheme = plan_attention(
                 *(IntervalMask.full(48), Layout.zigzag(48, 2)),
                 **{"num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "v_head_dim": 8, "batch": 2},
                 dtype=torch.float64,

@@ -31,7 +31,7 @@ from ringtile import (
     disable_context_parallel_dispatcher,
     enable_context_parallel_dispatcher,
     flex_attention,
-    plan,
+    plan_attention,
     ring_attention,
 )
 from ringtile.transport.groups import transport_of
@@ -244,7 +244,7 @@ def test_documents_move_as_planned_and_a_third_of_gathering(layout: str) -> None
         mask = IntervalMask.documents(lengths)
         sharded = Layout.balanced(mask, 4, chunk=64) if layout == "balanced" else Layout.contiguous(2048, 4)
         ranks = run_ranks(4, bytes_of_documents, lengths, sharded)
-        cost = plan(mask, sharded, num_heads=4, num_kv_heads=2, head_dim=32, dtype=torch.float32, batch=2)
+        cost = plan_attention(mask, sharded, num_heads=4, num_kv_heads=2, head_dim=32, dtype=torch.float32, batch=2)
         assert [rank["ring"] for rank in ranks] == [
             [rank.forward_bytes_sent, rank.backward_bytes_sent] for rank in cost.ranks
         ]

@@ -22,8 +22,7 @@ from ringtile.cli.output import check_output, write_output
 from ringtile.config import Config
 from ringtile.errors import ConfigError, RingtileError
 from ringtile.planner.advice import layer_seconds
-from ringtile.planner.layer import Plan, plan_of
-from ringtile.planner.layer import plan as make_plan
+from ringtile.planner.layer import Plan, plan_attention, plan_of
 from ringtile.planner.recurrent_layer import KINDS, scheme_costs
 from ringtile.planner.recurrent_layer import table as recurrent_table
 from ringtile.planner.sizes import Rates, parse_rates, parse_tokens
@@ -108,7 +107,7 @@ def run(args: argparse.Namespace) -> Outcome:
     scheme = args.scheme
     if scheme == "usp":
         scheme = usp_of_hosts(hosts)
-    plan = make_plan(
+    plan = plan_attention(
         mask,
         layout,
         num_heads=args.num_heads,

@@ -1,4 +1,4 @@
-"""`ringtile.plan`: what one attention layer over a sharded sequence costs, rank by rank, before anything runs.
+"""`ringtile.plan_attention`: what one attention layer over a sharded sequence costs, rank by rank, before it runs.
 
 Shape letters: B batch, Bm mask rows (B or 1), N local tokens, H query heads, G kv heads, D head dim, Dv value head dim,
 W ranks.
@@ -123,7 +123,7 @@ class Plan:
         return "\n".join([*lines, total])
 
 
-def plan(
+def plan_attention(
     mask: IntervalMask,
     layout: Layout,
     *,

@@ -1,4 +1,4 @@
-"""`ringtile.check`: the ranks of a plain PyTorch loop compute on a first batch what one process computes.
+"""`ringtile.check_first_batch`: the ranks of a plain PyTorch loop compute on a first batch what one process computes.
 
 Shape letters: B rows, S tokens of the whole sequence, N tokens of a shard.
 """
@@ -20,7 +20,7 @@ from ringtile.torch_context_parallel.first_block import FirstBlock
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of
 
 
-def check(
+def check_first_batch(
     model: nn.Module,
     batch: Mapping[str, Tensor],
     loss: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],

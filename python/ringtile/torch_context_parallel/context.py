@@ -51,7 +51,7 @@ def context_parallel(
     - scheme: how the ranks share the work (docs/guide/schemes.md); a block without buffers is a ring.
     - check: a model and a function of no arguments that runs it on the buffers and returns a loss (), whose mean over
       the ranks is that of one process. Before the first block with this model it is computed on a cut of the buffers,
-      whole and sharded, as `ringtile.check` does.
+      whole and sharded, as `ringtile.check_first_batch` does.
     - model: a transformers model of images or sound and text, as it is called: it gets whole inputs inside, the same on
       every rank, and is sharded where its language model begins, so that its logits are of local tokens. Buffers are
       then what else reads tokens, such as labels. One thread at a time.

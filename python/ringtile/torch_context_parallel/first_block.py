@@ -46,7 +46,7 @@ class FirstBlock:
             raise InputError("there are no buffers; expected those of the whole sequence, which the ranks are to share")
 
     def check(self, model: nn.Module, loss: Callable[[], Tensor], *, averages: bool) -> Comparison:
-        """See `ringtile.check`. loss: reads the buffers."""
+        """See `ringtile.check_first_batch`. loss: reads the buffers."""
         world_size = transport_of(self.group).world_size
         rows, seq_len = self._cut_size(world_size)
         mask = None if self.mask is None else _first(self.mask, seq_len)

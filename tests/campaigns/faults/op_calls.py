@@ -122,7 +122,9 @@ def plan(draw: Draw) -> str:
     if isinstance(layout, Layout):
         layout.local_len(draw.of(0))
     heads, dim = draw.of(2), draw.of(4)
-    found = ringtile.plan(mask, layout, num_heads=heads, num_kv_heads=draw.of(1), head_dim=dim, dtype=torch.float32)
+    found = ringtile.plan_attention(
+        mask, layout, num_heads=heads, num_kv_heads=draw.of(1), head_dim=dim, dtype=torch.float32
+    )
     pairs = sum(round.num_pairs for rank in found.ranks for round in rank.rounds)
     expected = int(dense(mask).sum())
     return "" if pairs == expected and str(found) else f"{pairs} pairs, expected {expected}"
