@@ -7,6 +7,7 @@ MLP. The plugin reads the file first and moves the keys under `ringtile`, where 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, MutableMapping
@@ -108,8 +109,11 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
             patches = enable(trainer, config)
         else:
             number, own = keys.tiled_mlp_num_shards, keys.tiled_mlp_use_original_mlp
-            tiles = tile_mlps(base_model(trainer.model), config.tile_tokens, number, own)
-            patches = enable(trainer, config.model_copy(update={"tiled_mlp": False}))
+            with contextlib.ExitStack() as on_failure:
+                tiles = tile_mlps(base_model(trainer.model), config.tile_tokens, number, own)
+                on_failure.callback(tiles.restore)
+                patches = enable(trainer, config.model_copy(update={"tiled_mlp": False}))
+                on_failure.pop_all()
             patches.on_restore(tiles.restore)
         # Since 0.21: for how many ranks balance_labels picks rows.
         if config.context_parallel_size > 1 and hasattr(trainer, "_data_parallel_size"):
