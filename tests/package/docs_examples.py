@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import os
@@ -92,6 +93,25 @@ def _loop() -> Names:
         "parallelize_module": torch.distributed.tensor.parallel.parallelize_module,
         "mask_mod": lambda batch, head, query, key: query >= key,
     }
+
+
+def _training() -> Names:
+    """A model, its copy, and two batches for each group of ranks that share rows."""
+    torch.manual_seed(0)
+    model, batches = _Model(), [torch.randint(VOCAB, (2, S)) for _ in range(2)]
+    copies = {"alone": copy.deepcopy(model), "whole": [batch.clone() for batch in batches]}
+    return {"model": model, "batches": batches, "cp_size": W, **copies}
+
+
+def _trains_as_one_process(names: Names) -> None:
+    model, optimizer = names["alone"], torch.optim.SGD(names["alone"].parameters(), lr=0.1)
+    for input_ids in names["whole"]:
+        logits = model(input_ids, torch.arange(S).repeat(2, 1))
+        cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for (name, weight), alone in zip(names["model"].named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(weight.full_tensor(), alone, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def _heads_first() -> Names:
@@ -287,10 +307,11 @@ _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "docs/guide/images.md 0": (_images, _has_gradients_of_all),
     "docs/guide/memory.md 0": (lambda: {"model": tiny_model()}, lambda names: names["handle"].restore()),
     "docs/guide/pytorch.md 0": (_loop, _has_gradients),
-    "docs/guide/pytorch.md 1": (_loop, _is_equal),
-    "docs/guide/pytorch.md 2": (_loop, _has_logits),
-    "docs/guide/pytorch.md 3": (_loop, _is_unsharded),
-    "docs/guide/pytorch.md 4": (_heads_first, _has_output),
+    "docs/guide/pytorch.md 1": (_training, _trains_as_one_process),
+    "docs/guide/pytorch.md 2": (_loop, _is_equal),
+    "docs/guide/pytorch.md 3": (_loop, _has_logits),
+    "docs/guide/pytorch.md 4": (_loop, _is_unsharded),
+    "docs/guide/pytorch.md 5": (_heads_first, _has_output),
     "docs/guide/rl.md 0": (_policy, _is_step),
     "docs/guide/tiling.md 0": (_tiles, _has_tiles),
 }
