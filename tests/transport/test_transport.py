@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import errno
 import gc
 import os
 import random
-import socket
 import threading
 import time
 import weakref
@@ -32,11 +30,9 @@ from ringtile import (
     ring_attention,
 )
 from ringtile.transport import agreement, shared_memory, sockets
-from ringtile.transport import store as transport_store
 from ringtile.transport.agreement import HEADER_BYTES
 from ringtile.transport.groups import Group, group_name, transport_of
 from ringtile.transport.loopback import LoopbackGroup
-from ringtile.transport.store import Meeting
 
 
 def pass_on(group: Group, *, op: str = "test", rounds: int = 2) -> list[float]:
@@ -74,175 +70,6 @@ def test_empty_messages_do_not_travel() -> None:
                 group.transport.exchange({1: torch.empty(0)}, {1: torch.empty(0)}, "round 0").wait()
 
     LoopbackWorld(2).run(on_rank)
-
-
-# ---- connecting ---------------------------------------------------------------------------------
-
-
-def all_meet(world_size: int, function: Callable[[Meeting], Any], seconds: float = 40.0) -> list[Any]:
-    """Call a function on each of these ranks, which have met in one store; return what each returns or raises."""
-    store = dist.HashStore()
-
-    def join(rank: int) -> Any:
-        try:
-            return function(Meeting(store, rank, world_size, seconds))
-        except agreement.PeerGoneError as gone:
-            return gone
-
-    with concurrent.futures.ThreadPoolExecutor(world_size) as threads:
-        return list(threads.map(join, range(world_size)))
-
-
-def to_all_others(meeting: Meeting) -> list[dict[int, socket.socket]]:
-    return sockets.connect(meeting, [[peer for peer in range(len(meeting.hosts)) if peer != meeting.rank]])
-
-
-def on_two_hosts(meeting: Meeting) -> Meeting:
-    meeting.hosts = tuple(range(len(meeting.hosts)))
-    return meeting
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("hosts", [1, 2])
-def test_strangers_that_say_nothing_delay_no_rank(hosts: int) -> None:
-    """They are there before the peer; one of them knows no token, one is gone. Within a host there is no port."""
-    strangers, say = [], Meeting.say
-
-    def say_and_be_slow(meeting: Meeting, failure: Any = None, **fields: Any) -> list[dict[str, Any]]:
-        said = say(meeting, failure, **fields)
-        if meeting.rank == 1 and "address" in fields:
-            _, name, host, port = said[0]["address"]
-            assert (name == "", port != 0) == (hosts == 2, hosts == 2)
-            for text in (b"", b"x", b"x" * sockets._INTRODUCTION.size, None):
-                strangers.append(socket.socket(socket.AF_UNIX) if hosts == 1 else socket.socket())
-                strangers[-1].connect(f"\0{name}" if hosts == 1 else (host, port))
-                strangers[-1].sendall(text or b"")
-            strangers[-1].close()
-        return said
-
-    began = time.monotonic()
-    with mock.patch.object(Meeting, "say", say_and_be_slow):
-        links = all_meet(2, lambda meeting: to_all_others(on_two_hosts(meeting) if hosts == 2 else meeting))
-    assert time.monotonic() - began < sockets._INTRODUCTION_SECONDS
-    first, second = (sockets.SocketChannel(*each, 20.0) for each in links)
-    second.send(b"x" * HEADER_BYTES, [0])
-    first.wait([1])
-    assert first.receive(1) == b"x" * HEADER_BYTES
-    assert strangers[2].recv(1) == b""  # closed: it said what no peer says
-    for each in (first, second, *strangers):
-        each.close()
-
-
-def test_a_peer_that_does_not_come_or_connect_is_named_in_time() -> None:
-    def connect(meeting: Meeting) -> Any:
-        return to_all_others(meeting) if meeting.rank == 0 else [meeting.say(address=["", "", "", 0]), meeting.say()]
-
-    began = time.monotonic()
-    with pytest.raises(agreement.PeerGoneError, match=r"nothing came for 0\.1 s") as gone:
-        Meeting(dist.HashStore(), 0, 2, 0.1)
-    assert gone.value.peer == 1
-    assert str(all_meet(3, connect, 0.5)[0]) == "it did not connect"
-    assert time.monotonic() - began < 5.0
-
-
-@pytest.mark.timeout(60)
-def test_a_rank_that_cannot_be_reached_is_named_by_all_at_once() -> None:
-    """As behind a firewall: no rank waits for those that raised."""
-    say = Meeting.say
-
-    def unreachable(meeting: Meeting, failure: Any = None, **fields: Any) -> list[dict[str, Any]]:
-        if meeting.rank == 0 and "address" in fields:
-            fields["address"] = fields["address"]._replace(port=1)  # on which nobody listens
-        return say(meeting, failure, **fields)
-
-    began = time.monotonic()
-    with mock.patch.object(Meeting, "say", unreachable):
-        gone = all_meet(3, lambda meeting: to_all_others(on_two_hosts(meeting)))
-    assert time.monotonic() - began < 10
-    assert [each.peer for each in gone] == [1, 0, 0]
-    assert gone[0].reason.startswith("it cannot reach rank 0: no connection to ")
-    assert all("port 1: Connection refused; GLOO_SOCKET_IFNAME" in each.reason for each in gone)
-
-
-@pytest.mark.timeout(60)
-def test_a_rank_without_descriptors_is_named_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    listen, failed = sockets._listen_on_host, []
-
-    def once(backlog: int) -> socket.socket:
-        with lock:
-            if not failed:
-                failed.append(threading.get_ident())
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return listen(backlog)
-
-    lock = threading.Lock()
-    monkeypatch.setattr(sockets, "_listen_on_host", once)
-    gone = all_meet(3, to_all_others)
-    assert len({each.peer for each in gone}) == 1
-    assert {each.reason for each in gone} == {"it cannot listen for other ranks: Too many open files"}
-
-
-def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    monkeypatch.setattr(transport_store, "HEADER_VERSION", 0)
-    with pytest.raises(agreement.PeerGoneError):
-        Meeting(store, 1, 2, 0.01)
-    monkeypatch.undo()
-    with pytest.raises(RingMismatchError, match=r"version in call 1 \(connecting\): rank 0 has 1, rank 1 has 0"):
-        Meeting(store, 0, 2, 1.0)
-
-
-def test_an_address_is_never_the_loopback_that_a_name_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in /etc/hosts of Debian: this host's name, and so MASTER_ADDR on the first host, is 127.0.1.1."""
-    at = {"here": "127.0.1.1", "there": "10.1.2.3"}
-
-    def resolve(host: str, *args: object, **kwargs: object) -> list[Any]:
-        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (at[host], 0))] if host in at else []
-
-    class Anywhere(socket.socket):
-        def connect(self, address: Any) -> None:
-            self.own = "10.1.2.9" if address[0].startswith("10.") else "127.0.0.1"
-
-        def getsockname(self) -> Any:
-            return self.own, 0
-
-    addresses = {"lo": "127.0.0.1", "eth0": "10.1.2.9"}
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(sockets.socket, "getaddrinfo", resolve)
-    monkeypatch.setattr(sockets.socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(sockets.socket, "if_nameindex", lambda: list(enumerate(addresses)))
-    monkeypatch.setattr(sockets, "_address_of", addresses.get)
-    with mock.patch.object(sockets.socket, "socket", Anywhere):
-        assert list(sockets._own_addresses("here")) == [(socket.AF_INET, "10.1.2.9")]
-        assert next(sockets._own_addresses("there")) == (socket.AF_INET, "10.1.2.9")
-
-
-def test_a_last_word_that_has_no_room_is_no_part_of_the_next() -> None:
-    """The peer reads nothing until the connection is full, then everything, and then there are more."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 50_000)
-    one = socket.create_connection(listener.getsockname())
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 50_000)
-    other, _ = listener.accept()
-    sender = sockets.SocketChannel({0: one}, 1.0)
-    other.settimeout(0.5)
-    received, numbers = bytearray(), iter(range(10**6))
-    one.sendall(b"y" * 1000)  # else the kernel's pages, and so its room, end where a word does
-
-    def read_all() -> None:
-        with contextlib.suppress(TimeoutError):
-            while part := other.recv(1 << 20):
-                received.extend(part)
-
-    for _ in range(3):
-        for _ in range(3000):
-            sender.send_last(str(next(numbers)).encode().rjust(HEADER_BYTES))
-        read_all()
-    words = [bytes(received[i : i + HEADER_BYTES]) for i in range(1000, len(received) - HEADER_BYTES, HEADER_BYTES)]
-    assert len(words) > 40
-    assert all(word.strip().isdigit() and b" " not in word.strip() for word in words)
-    for each in (sender, other, listener):
-        each.close()
 
 
 # ---- headers ------------------------------------------------------------------------------------
