@@ -19,7 +19,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "python/ringtile/attn": (11, 2110),
     "python/ringtile/cli": (14, 2130),
     "python/ringtile/first_batch": (8, 1150),
-    "python/ringtile/hf": (50, 8590),
+    "python/ringtile/hf": (50, 8540),
     "python/ringtile/planner": (15, 2290),
     "python/ringtile/recurrent": (14, 2500),
     "python/ringtile/self_test": (3, 550),
@@ -37,14 +37,14 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/emulator": (26, 4610),
     "tests/gpu": (9, 1280),
     "tests/hf": (63, 12800),
-    "tests/package": (7, 1560),
+    "tests/package": (7, 1600),
     "tests/planner": (4, 1010),
     "tests/recurrent": (8, 2250),
     "tests/sequence": (8, 1700),
     "tests/tiled": (8, 2220),
     "tests/tools": (2, 290),
     "tests/torch_cp": (14, 3400),
-    "tests/transport": (8, 1850),
+    "tests/transport": (9, 1870),
 }
 
 
