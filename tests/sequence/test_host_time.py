@@ -1,6 +1,7 @@
 """What the host does for a sequence grows with its runs and documents, and not with their pairs.
 
-Each case is timed at one size and at four times that: linear work takes 4 times as long, quadratic work 16 times.
+Each case is timed at one size and at eight times that: linear work takes 8 times as long, quadratic work 64 times.
+Where other processes take cache and memory, linear work was seen to take 2.6 times as long.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ringtile.sequence.plan import rank_plan
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Of this thread alone, and the least of three: other processes share the cores."""
+    """Of this thread alone, and the least of five: other processes share the cores."""
     found = []
-    for _ in range(3):
+    for _ in range(5):
         began = time.thread_time()
         call()
         found.append(time.thread_time() - began)
@@ -74,8 +75,8 @@ LINEAR: dict[str, tuple[Callable[[int], Callable[[], object]], int]] = {
 @pytest.mark.parametrize("name", LINEAR)
 def test_the_host_takes_time_for_runs_and_not_for_their_pairs(name: str) -> None:
     make, size = LINEAR[name]
-    small, large = (seconds(make(n)) for n in (size, 4 * size))
-    assert large < 9 * small, (small, large)
+    small, large = (seconds(make(n)) for n in (size, 8 * size))
+    assert large < 24 * small, (small, large)  # three times that of linear work
 
 
 def test_a_layout_of_10000_documents_takes_milliseconds() -> None:
