@@ -37,11 +37,8 @@ def forward(call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, 
     def merge(backend: Backend, out: Tensor, lse: Tensor) -> None:
         backend.forward(block, state._replace(out=out, lse=lse))
 
-    def run(backend: Backend) -> None:
-        backend.forward(block, state)
-
     states = state.out, state.lse
-    _run(run, call, block, merge, states, () if state.fresh else states)
+    _run(call, block, merge, states, () if state.fresh else states)
 
 
 def backward(
@@ -53,15 +50,11 @@ def backward(
     def add(backend: Backend, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         backend.backward(block, final, grads._replace(dq=dq, dk=dk, dv=dv))
 
-    def run(backend: Backend) -> None:
-        backend.backward(block, final, grads)
-
     kept = grads[:1] if grads.fresh else grads[:3]
-    _run(run, call, block, add, grads[:3], kept, takes_dlse=final.dlse is not None)
+    _run(call, block, add, grads[:3], kept, takes_dlse=final.dlse is not None)
 
 
 def _run(
-    compute: Callable[[Backend], None],
     call: AttentionCall,
     block: Block,
     run: Callable[..., None],
@@ -77,10 +70,10 @@ def _run(
     while True:
         backend = _backend(call, block, run, states, takes_dlse)
         if backend is RINGTILE:
-            return compute(backend)
+            return run(backend, *states)
         versions = _versions(kept)
         try:
-            return compute(backend)
+            return run(backend, *states)
         except Exception as error:
             if kept and (versions is None or versions != _versions(kept)):
                 raise
