@@ -194,12 +194,10 @@ def connect(meeting: Meeting, wires: Sequence[Collection[int]]) -> list[dict[int
         try:
             for i, peer in ends:
                 if peer < rank:
-                    connected[i, peer] = _connect(peer, addresses[peer], hosts[peer] == hosts[rank], until)
-                    connected[i, peer].sendall(_INTRODUCTION.pack(rank, i, bytes.fromhex(addresses[peer].token)))
+                    hello = _INTRODUCTION.pack(rank, i, bytes.fromhex(addresses[peer].token))
+                    connected[i, peer] = _connect(peer, addresses[peer], hosts[peer] == hosts[rank], hello, until)
         except PeerGoneError as error:
             failure = error
-        except OSError as error:
-            failure = PeerGoneError(peer, _reason(error))
         meeting.say(failure)
         connected |= _accept(listeners, token, awaited, meeting.deadline)
         on_failure.pop_all()
@@ -235,7 +233,7 @@ def _own_addresses(store_host: str) -> Iterator[tuple[socket.AddressFamily, str]
     """Yield the addresses of this host that peers may reach, the best first.
 
     That of the interface that GLOO_SOCKET_IFNAME names, and no other; or that from which this host reaches the host of
-    the store (MASTER_ADDR), those that its name stands for, and those of its interfaces; but not 127.0.0.1 and its like
+    the store (MASTER_ADDR), those that its name stands for, and those of its interfaces; but no loopback address.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
@@ -274,14 +272,16 @@ def _address_of(interface: str) -> str:
     return socket.inet_ntoa(reply[20:24])
 
 
-def _connect(peer: int, address: _Address, on_host: bool, deadline: float) -> socket.socket:
+def _connect(peer: int, address: _Address, on_host: bool, hello: bytes, deadline: float) -> socket.socket:
     seconds = max(0.1, deadline - time.monotonic())
     try:
-        if not on_host:
-            return socket.create_connection((address.host, address.port), seconds)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(seconds)
-        connection.connect(f"\0{address.name}")
+        if on_host:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(seconds)
+            connection.connect(f"\0{address.name}")
+        else:
+            connection = socket.create_connection((address.host, address.port), seconds)
+        connection.sendall(hello)
         return connection
     except OSError as error:
         where = "its Unix socket" if on_host else f"{address.host} port {address.port}"
