@@ -69,4 +69,4 @@ def why_wrong(device: torch.device, question: Question) -> str:
     if kernel in ops.KERNELS:
         return self_test.run(lambda: ops.KERNELS[kernel](device, dtype))
     backends = {attn_self_test.kernel_of(each): each for each in (RINGTILE, *ATEN[device.type])}
-    return self_test.run(lambda: attn_self_test.run_cases(backends[kernel], device, dtype, *question[2:]))
+    return self_test.run(lambda: attn_self_test.run_cases(backends[kernel], device, question))

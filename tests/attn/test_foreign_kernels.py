@@ -18,6 +18,7 @@ from ringtile.attn import aten, choose
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block
+from ringtile.self_test.child_process import Question
 from ringtile.sequence.plan import rank_plan
 from ringtile.sequence.rounds import Round
 from torch import Tensor
@@ -104,8 +105,13 @@ def test_an_error_after_a_part_was_added_goes_on(monkeypatch: pytest.MonkeyPatch
     assert len(block.round.squares) > 1
     state = torch.zeros(p.q.shape), torch.zeros(*p.q.shape[:1], p.q.size(2), p.q.size(1), dtype=torch.float64)
     versions = choose._versions(state)
+    monkeypatch.setattr(choose, "_backend", lambda *given: doomed)
+
+    def merge(backend: Any, *state: Tensor) -> None:
+        backend.forward(block, choose.Running(*state, fresh=False))
+
     with pytest.raises(OfItsOwnError):
-        doomed.forward(block, choose.Running(*state, fresh=False))
+        choose._run(None, block, merge, state, state)  # type: ignore[arg-type]
     assert versions != choose._versions(state)
 
 
@@ -133,12 +139,12 @@ def _one_query(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("wrong", [{"attend_backward": _tail}, {"attend": _one_query}])
 def test_known_defects_are_found(wrong: dict[str, Any]) -> None:
     stand_in = dataclasses.replace(FLASH, name="cuDNN on sm_90", **wrong)
-    case = CPU, torch.bfloat16, 64, 64
     for grouped in (False, True):
-        assert attn_self_test.run_cases(FLASH, *case, grouped) == ""
-        assert attn_self_test.run_cases(stand_in, *case, grouped).startswith("gives another ")
+        case = CPU, Question("attention", "bfloat16", 64, 64, grouped)
+        assert attn_self_test.run_cases(FLASH, *case) == ""
+        assert attn_self_test.run_cases(stand_in, *case).startswith("gives another ")
         # It is used, and judged, at lengths that it is right for.
-        assert attn_self_test.run_cases(dataclasses.replace(stand_in, length_step=128), *case, grouped) == ""
+        assert attn_self_test.run_cases(dataclasses.replace(stand_in, length_step=128), *case) == ""
 
 
 @pytest.mark.parametrize(("num_tokens", "right"), [(256, True), (192, False), (200, False)])

@@ -89,10 +89,9 @@ def failure(
     if self_test.failures.get(key) == "":  # every call asks
         return ""
 
-    case = head_dim, v_head_dim, grouped, drops, two_sides
-    question = Question.of(kernel_of(backend), dtype, *case)
+    question = Question.of(kernel_of(backend), dtype, head_dim, v_head_dim, grouped, drops, two_sides)
     return self_test.why_not(
-        key, lambda: self_test.of_kernel(device, question, lambda: run_cases(backend, device, dtype, *case))
+        key, lambda: self_test.of_kernel(device, question, lambda: run_cases(backend, device, question))
     )
 
 
@@ -101,22 +100,14 @@ def kernel_of(backend: Backend) -> str:
     return "attention" if isinstance(backend, Ringtile) else backend.name
 
 
-def run_cases(
-    backend: Backend,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    v_head_dim: int,
-    grouped: bool,
-    drops: bool = False,
-    two_sides: bool = False,
-) -> str:
-    """Return what is wrong with a backend, in cases with the lengths that it takes; "" if nothing is."""
+def run_cases(backend: Backend, device: torch.device, question: Question) -> str:
+    """Return what is wrong with the backend of a question, in cases with lengths that it takes; "" if nothing is."""
     step = backend.length_step
     sizes: tuple[Sizes, ...] = (LARGE if device.type == "cuda" and isinstance(backend, Ringtile) else SMALL, ODD)
     if step > 1:
         sizes = (Sizes(4 * step, 4 * step, 2 * step, is_low=True),)
-    case = device, dtype, head_dim, v_head_dim, *num_heads_of(grouped), drops, two_sides
+    dims, heads = (question.head_dim, question.v_head_dim), num_heads_of(question.grouped)
+    case = device, getattr(torch, question.dtype), *dims, *heads, question.drops, question.two_sides
     return next(filter(None, (run_case(backend, *case, each) for each in sizes)), "")
 
 
