@@ -37,7 +37,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/emulator": (26, 4610),
     "tests/gpu": (9, 1280),
     "tests/hf": (63, 12800),
-    "tests/package": (7, 1600),
+    "tests/package": (8, 1800),
     "tests/planner": (4, 1010),
     "tests/recurrent": (8, 2250),
     "tests/sequence": (8, 1700),
