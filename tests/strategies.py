@@ -8,7 +8,7 @@ import os
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from ringtile.sequence.layout import Layout, Run
+from ringtile.sequence.layout import CHUNKS_PER_RANK, Layout, Run
 from ringtile.sequence.mask import IntervalMask
 from torch import Tensor
 
@@ -51,7 +51,7 @@ def random_layouts(draw: st.DrawFn, seq_len: int, world_size: int) -> Layout:
 
 def layouts(seq_len: int, world_size: int) -> st.SearchStrategy[Layout]:
     """Every named layout that seq_len is long enough for, or a random one."""
-    named = [name for name in ("contiguous", "zigzag", "striped") if Layout.multiple(name, world_size) <= seq_len]
+    named = [name for name in CHUNKS_PER_RANK if Layout.multiple(name, world_size) <= seq_len]
     return st.one_of(
         st.sampled_from([Layout.named(name, seq_len, world_size) for name in named]),
         random_layouts(seq_len, world_size),

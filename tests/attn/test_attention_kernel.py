@@ -37,6 +37,7 @@ from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block, Final, Gradients, Ringtile
 from ringtile.cli import doctor
+from ringtile.sequence.layout import CHUNKS_PER_RANK
 from ringtile.sequence.pieces import Piece, find_pieces, packs, squares
 from ringtile.sequence.plan import rank_plan
 from ringtile.sequence.rounds import Round
@@ -129,7 +130,7 @@ def test_pieces_squares_and_packs_are_the_mask(data: st.DataObject) -> None:
             assert torch.equal(drawn_in_packs(found, batch, nothing), torch.block_diag(*expected))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("layout", CHUNKS_PER_RANK)
 @pytest.mark.parametrize(("mask", "most"), [("full", 1), ("causal", 1), ("documents", 4), ("window", 4), ("tree", 16)])
 def test_common_masks_take_few_pieces(mask: str, most: int, layout: str) -> None:
     for rank in range(4):

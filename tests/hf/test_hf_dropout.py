@@ -14,13 +14,14 @@ from losses import LastThird
 from oracle import kept
 from pool import run_ranks
 from ringtile import AttentionDropout
+from ringtile.sequence.layout import CHUNKS_PER_RANK, PADDED_LIKE
 from test_dropout import random_word
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-LAYOUTS = ("zigzag", "contiguous", "striped", "per_document", "balanced")
+LAYOUTS = (*CHUNKS_PER_RANK, *PADDED_LIKE)
 BATCH, STEP = 2, 2  # rows of a batch, batches of a step: make_trainer's
 
 

@@ -13,6 +13,7 @@ from hf_models import NUM_LABELS, SIZES, hybrid, tiny_encoder, tiny_model, with_
 from hf_training import GROUP_OF_ONE, TOLERANCE, Padded, packed, packed_for_flash, train
 from ringtile.hf.batch import CHECKPOINTING
 from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
+from ringtile.sequence.layout import CHUNKS_PER_RANK, PADDED_LIKE
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tools.models import tiny_models
@@ -318,7 +319,7 @@ OF_ENCODERS: list[tuple[str, dict[str, Any]]] = [
     ("own token average", {"options": {"average_tokens_across_devices": False}, "name": "bert"}),
     ("lora", {"name": "eurobert", "lora": True, "classes": True}),
 ]
-LAYOUTS = ("contiguous", "striped", "balanced", "per_document")
+LAYOUTS = [name for name in (*CHUNKS_PER_RANK, *PADDED_LIKE) if name != "zigzag"]  # the default, elsewhere
 ENCODERS = [
     *(encoder(what, **settings, long=i >= 3) for i, (what, settings) in enumerate(OF_ENCODERS)),
     *(

@@ -8,13 +8,13 @@ import torch
 from ringtile.hf.families import CACHES
 from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.layers import LayerMask
+from ringtile.sequence.layout import CHUNKS_PER_RANK
 from ringtile.transport.loopback import LoopbackWorld
 from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 RIGHT = torch.tensor([[1] * 12, [1] * 7 + [0] * 5])
-LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 def _ids(batch_size, seq_len):
@@ -45,7 +45,7 @@ def _unshard(shards, name):
     return torch.cat([local[name] for local, _ in shards], dim=1)[:, positions.argsort()]
 
 
-@pytest.mark.parametrize(("layout", "world_size"), list(itertools.product(LAYOUTS, (2, 3))))
+@pytest.mark.parametrize(("layout", "world_size"), list(itertools.product(CHUNKS_PER_RANK, (2, 3))))
 @pytest.mark.parametrize("seq_len", [12, 13, 3])
 def test_shards_are_a_partition_of_the_global_batch(layout, world_size, seq_len):
     inputs = {"input_ids": _ids(2, seq_len), "labels": _ids(2, seq_len)}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ringtile import ops
 from ringtile.errors import InputError, LayoutError, RingMismatchError
-from ringtile.sequence.layout import Layout, Run
+from ringtile.sequence.layout import CHUNKS_PER_RANK, Layout, Run
 from ringtile.transport.collectives import all_gather_seq
 from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld
 from strategies import layouts, random_layouts
@@ -42,7 +42,7 @@ def test_named_layouts_are_what_the_papers_say(world_size: int, chunk: int) -> N
         assert torch.equal(striped, torch.arange(seq_len)[rank::world_size])
 
 
-@given(WORLDS, st.integers(0, 40), st.sampled_from(["contiguous", "zigzag", "striped"]))
+@given(WORLDS, st.integers(0, 40), st.sampled_from(list(CHUNKS_PER_RANK)))
 def test_lengths_that_do_not_divide_differ_by_one_per_chunk(world_size: int, extra: int, name: str) -> None:
     multiple = Layout.multiple(name, world_size)
     layout = Layout.named(name, multiple + extra, world_size)

@@ -25,6 +25,8 @@ from ringtile.transport.collectives import all_gather_seq
 from ringtile.transport.groups import Group
 
 _MAX_SEARCHED = 2**22  # positions that are listed to name a wrong one
+# The layouts that follow from S and W alone, with the chunks of a rank: what W is multiplied by to pad a sequence.
+CHUNKS_PER_RANK = {"contiguous": 1, "zigzag": 2, "striped": 1}
 # The layouts that depend on the mask, and the one whose multiple a sequence is padded to for them.
 PADDED_LIKE = {"per_document": "zigzag", "balanced": "contiguous"}
 
@@ -236,10 +238,9 @@ class Layout:
     @staticmethod
     def multiple(name: str, world_size: int) -> int:
         """Return what S should be padded to a multiple of, so that all ranks hold equally many tokens."""
-        chunks_per_rank = {"contiguous": 1, "zigzag": 2, "striped": 1}
-        if name not in chunks_per_rank:
-            raise LayoutError(f"layout is {shown(name)}; expected one of {', '.join(chunks_per_rank)}")
-        return chunks_per_rank[name] * world_size
+        if name not in CHUNKS_PER_RANK:
+            raise LayoutError(f"layout is {shown(name)}; expected one of {', '.join(CHUNKS_PER_RANK)}")
+        return CHUNKS_PER_RANK[name] * world_size
 
     # ---- one rank of it -------------------------------------------------------------------------
 
