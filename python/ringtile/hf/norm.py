@@ -1,6 +1,6 @@
 """Runs all RMSNorms of a model in tiles: `ringtile.tile_norms` and the Trainer's `tiled_norm: true`.
 
-transformers computes an RMSNorm in float32, step by step. Its backward holds about nine float32 tensors as large as the
+transformers computes an RMSNorm in float32, step by step. Its backward holds seven float32 tensors as large as the
 hidden states, which is the peak of a layer whose MLP is tiled. In tiles they are as large as one tile.
 """
 
