@@ -85,6 +85,8 @@ class Config(Section):
     layout: Literal["zigzag", "contiguous", "striped", "per_document", "balanced"] = "zigzag"  # who holds which tokens
     context_parallel_scheme: str = "ring"  # how those ranks share the work of attention: ringtile/scheme.py
     attention_kernel: Literal["auto", "ringtile", "aten"] = "auto"  # who computes attention: docs/design/ring.md
+    # Whether checkpointed layers keep what attention and recurrences gave: auto, in a tenth of the device memory.
+    keep_attention: bool | Literal["auto"] = "auto"
     tiled_mlp: bool = False
     tiled_norm: bool = False
     tile_tokens: Count = 16384  # tokens per tile, of the MLP, the norms and the loss

@@ -68,9 +68,8 @@ class Reporter(TrainerCallback):
 class PlannedBytes(TrainerCallback):
     """Adds up the plans of all layers for each sharded batch of a step; after the step, which resolves schemes."""
 
-    def __init__(self, model: PreTrainedModel, forward_passes: int = 1) -> None:
-        """forward_passes: forward rings of a layer in one step; 2 under gradient checkpointing."""
-        self.config, self.dtype, self.forward_passes = model.config.get_text_config(), model.dtype, forward_passes
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.config, self.dtype = model.config.get_text_config(), model.dtype
         self.total, self.in_step = 0, False
         self.batches: list[tuple[ShardedBatch, int]] = []  # of this step, with their rows
         model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
@@ -93,7 +92,7 @@ class PlannedBytes(TrainerCallback):
             for layer in layer_masks(self.config):
                 sequence = sharded.narrowed(layer)
                 mine = plan_of(sequence.mask, sequence.layout, shape, scheme_of(sequence, shape)).ranks[sequence.rank]
-                self.total += self.forward_passes * mine.forward_bytes_sent + mine.backward_bytes_sent
+                self.total += mine.forward_bytes_sent + mine.backward_bytes_sent
 
 
 def logged(config: dict[str, Any], **arguments: Any) -> tuple[list[dict[str, Any]], int]:
@@ -114,8 +113,9 @@ def logged(config: dict[str, Any], **arguments: Any) -> tuple[list[dict[str, Any
     return lines, planned.total
 
 
-def test_metrics_are_those_of_the_data_the_plan_and_the_clock() -> None:
-    options = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+@pytest.mark.parametrize("checkpointed", [False, True])  # which communicates no more: layers keep attention
+def test_metrics_are_those_of_the_data_the_plan_and_the_clock(checkpointed: bool) -> None:
+    options = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "gradient_checkpointing": checkpointed}
     runs = run_ranks(2, logged, {"context_parallel_size": 2}, **options)
     planned = sum(plan_bytes for _, plan_bytes in runs)
     assert planned > 0

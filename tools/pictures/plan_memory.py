@@ -57,7 +57,7 @@ def setup_of(keys: dict[str, Any], devices: int) -> Setup:
         qwen3_8b(),
         devices=devices,
         engine="fsdp2" if devices > 1 else "zero3",
-        ringtile=Config(**keys),
+        ringtile=Config(**keys, keep_attention=False),
         gradient_checkpointing=True,
         dtype=torch.bfloat16,
         bf16=True,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile import arguments, derivatives, ops
+from ringtile import arguments, derivatives, keep, ops
 from ringtile.attn import op, ulysses
 from ringtile.attn.auto import resolved
 from ringtile.attn.call import AttentionCall, AttentionDropout, AttentionKernel, check_options
@@ -133,7 +133,7 @@ def _attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor 
     ):
         out, lse = RingAttention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
         return out, lse
-    return ulysses.forward(call, q, k, v)[:2]
+    return _forward(call, q, k, v)[:2]
 
 
 def is_plain(q: Tensor) -> bool:
@@ -150,6 +150,35 @@ def is_plain(q: Tensor) -> bool:
     )
 
 
+def _forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, ulysses.Saved, int, bool]:
+    """Return what `ulysses.forward` does, the number of the call, and whether what was saved is of the local tokens.
+
+    It is where ranks share heads and a checkpointed layer keeps (out, lse): those are of the local tokens too.
+    """
+    sequence, slot = call.sequence, _slot(call, Shape.of(q, k, v))
+    if slot is not None and (kept := slot.take()) is not None:
+        (out, lse), number = kept
+        return out, lse, ulysses.Saved(q, k, v, out, lse), number, sequence.ring.heads is not None
+    is_local = slot is not None and sequence.ring.heads is not None
+    out, lse, saved = ulysses.forward(call._replace(returns_lse=True) if is_local else call, q, k, v)
+    number = sequence.transport.num_calls
+    if slot is not None:
+        slot.fill((out, lse), number)
+    return out, lse, ulysses.Saved(q, k, v, out, lse) if is_local else saved, number, is_local
+
+
+def _slot(call: AttentionCall, shape: Shape) -> keep.Slot | None:
+    """Return where a checkpointed layer keeps (out, lse) of this call."""
+    if not keep.is_inside():
+        return None
+    sequence, drop = call.sequence, call.dropout
+    draws = drop and (drop.probability, drop.seed, drop.step, drop.stream)
+    about = call.scale, call.softcap, call.attention_kernel, call.returns_lse, draws
+    key = "ring_attention", *sequence.digests, sequence.group_name, sequence.scheme, shape, about
+    per_token = shape.batch * shape.num_heads * (shape.v_head_dim * shape.dtype.itemsize + 8)
+    return keep.slot(key, per_token * -(-sequence.seq_len // sequence.world_size))
+
+
 class RingAttention(torch.autograd.Function):
     """The op's forward and backward, on a sequence that need not be found by its tensors."""
 
@@ -157,11 +186,10 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
     ) -> tuple[Tensor, Tensor]:
-        out, lse, saved = ulysses.forward(call, q, k, v)
+        out, lse, saved, ctx.number, ctx.is_local = _forward(call, q, k, v)
         rows = None if call.dropout is None else call.dropout.rows  # saved so that a write to them is noticed
         ctx.save_for_backward(sinks, rows, *saved)
-        ctx.call, ctx.number = call, call.sequence.transport.num_calls
-        ctx.shape = Shape.of(q, k, v)
+        ctx.call, ctx.shape = call, Shape.of(q, k, v)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -173,7 +201,8 @@ class RingAttention(torch.autograd.Function):
 
             def compute() -> tuple[Tensor | None, ...]:
                 of_sinks = sinks if ctx.needs_input_grad[3] else None
-                return ulysses.backward(ctx.call, ulysses.Saved(*kept), ctx.shape, dout, dlse, of_sinks, ctx.number)
+                of_call = ulysses.Saved(*kept), ctx.shape, dout, dlse, of_sinks, ctx.number
+                return ulysses.backward(ctx.call, *of_call, is_local=ctx.is_local)
 
             gradients = derivatives.gradients(
                 "ring_attention", compute, dout, dlse, *saved, propagate_errors=transport.propagate_errors

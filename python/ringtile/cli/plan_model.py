@@ -22,7 +22,6 @@ from ringtile.planner.optimizers import OPTIMIZERS
 from ringtile.planner.sizes import bytes_text, parse_bytes, parse_rates, parse_tokens, tokens_text
 from ringtile.scheme import Scheme
 
-_MEMORY_OF_A_RUN = "80GiB"  # an H100's
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 OF_A_LAYER = ("world_size", "mask", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "recurrent")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -98,7 +97,7 @@ def run(args: argparse.Namespace) -> Outcome:
         check_output(args.plot, "--plot")
     if args.run is not None:
         setup, seq_len = plan_run.setup_of(args)
-        name, memory_text = str(args.run), args.memory or _MEMORY_OF_A_RUN
+        name, memory_text = str(args.run), args.memory or plan_run.MEMORY_OF_A_RUN
     else:
         seq_len = parse_tokens(args.seq_len)
         setup = setup_of(args, grpo_of(args, seq_len))
@@ -269,6 +268,7 @@ def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
         dtype=dtype,
         bf16=args.bf16,
         on_gpu=args.device != "cpu",
+        memory_bytes=parse_bytes(args.memory or plan_run.MEMORY_OF_A_RUN),
         lora_rank=args.lora_rank,
         load_in_4bit=args.load_in_4bit,
         optimizer=args.optimizer,

@@ -12,9 +12,10 @@ import torch
 
 from ringtile.errors import ConfigError
 from ringtile.planner.optimizers import OPTIMIZERS
-from ringtile.planner.sizes import parse_tokens
+from ringtile.planner.sizes import parse_bytes, parse_tokens
 from ringtile.scheme import Scheme
 
+MEMORY_OF_A_RUN = "80GiB"  # an H100's, where none is given
 # Options that the file says, and what they are when they are not given.
 _SAID = {
     **dict.fromkeys(("model", "context_parallel_size", "tile_tokens", "dtype"), None),
@@ -89,6 +90,7 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
         dtype=getattr(config, "dtype", None) or torch.float32,
         bf16=bool(training.get("bf16")),
         on_gpu=args.device != "cpu",
+        memory_bytes=parse_bytes(args.memory or MEMORY_OF_A_RUN),
         lora_rank=args.lora_rank,
         load_in_4bit=args.load_in_4bit,
         optimizer=_OPTIMIZERS.get(optimizer, "adamw"),

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
+from ringtile import keep
 from ringtile.attn.attention import attention, ring_attention
 from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
@@ -138,6 +139,7 @@ def attention_forward(
             f"a training step, of a model whose config had a rate of attention dropout at ringtile.enable: set it to 0"
         )
     batch.attention_calls += 1
+    keep.called_by(module)
     query = temperature.scaled(module, query, batch)
     query, key, value = (_as_autocast(x) for x in (query, key, value))
     out = ring_attention(

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ringtile import keep
 from ringtile.attn.call import AttentionKernel
 from ringtile.errors import RefusedError
 from ringtile.hf.group import ContextParallelGroup
@@ -49,6 +51,7 @@ class ShardedBatch:
     loss_calls: int = 0  # loss functions that have received it
     mixed_by: set[str] = field(default_factory=set)  # functions that the last recurrent mixer has called
     group: ContextParallelGroup | None = None
+    room: keep.Room | None = None  # for what its checkpointed layers keep; None: nothing
     rows: SharedRows | None = None  # the rows that its only row holds as a tree; None: its rows are the batch's
     # Of a batch that is sharded where the language model begins (hf/seam.py): who may attend whom but for causality.
     documents: IntervalMask | None = None
@@ -140,21 +143,23 @@ def is_recomputed_without_batch() -> bool:
 def keep_in_checkpoints(model: nn.Module) -> None:
     """Make each checkpointed layer run with the same active batch again when the backward recomputes it.
 
+    It then takes what its attention and recurrences gave at first, as far as the batch has room for it (keep.py).
+
     Call it before each forward pass with a backward: training begins with new checkpoints.
     """
-    for module, name, checkpoint in _checkpoints(model):
+    for module, name, checkpoint in checkpoints(model):
         if not isinstance(checkpoint, _Keeping):
             setattr(module, name, _Keeping(checkpoint))
 
 
 def forget_checkpoints(model: nn.Module) -> None:
     """Undo `keep_in_checkpoints`."""
-    for module, name, checkpoint in _checkpoints(model):
+    for module, name, checkpoint in checkpoints(model):
         if isinstance(checkpoint, _Keeping):
             setattr(module, name, checkpoint.checkpoint)
 
 
-def _checkpoints(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+def checkpoints(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     """Yield the functions that checkpoint layers: transformers', and those of torch's wrappers."""
     for module in model.modules():
         for name in _CHECKPOINTS & vars(module).keys():
@@ -169,7 +174,9 @@ class _Keeping:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kept = _Kept(function)
-        kept.batch = active_batch()
+        kept.batch, kept.results = active_batch(), contextlib.nullcontext
+        if kept.batch is not None and kept.batch.room is not None and torch.is_grad_enabled():
+            kept.results = keep.Kept(kept.batch.room).running
         return self.checkpoint(kept, *args, **kwargs)
 
 
@@ -177,11 +184,12 @@ class _Kept(functools.partial[Any]):
     """A call of a layer, with its batch; a partial, in which checkpoint functions of other libraries find the layer."""
 
     batch: ShardedBatch | None
+    results: Callable[[], AbstractContextManager[None]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kept, _inside.kept = _inside.kept, True
         try:
-            with active(self.batch):
+            with active(self.batch), self.results():
                 return super().__call__(*args, **kwargs)
         finally:
             _inside.kept = kept

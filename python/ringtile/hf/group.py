@@ -15,6 +15,7 @@ from torch import Tensor
 from ringtile.checksum import checksum
 from ringtile.errors import ConfigError, InputError, RingMismatchError
 from ringtile.hf.masks import read
+from ringtile.peak_memory import memory_bytes
 from ringtile.transport.process_group import backend_name
 
 
@@ -39,6 +40,7 @@ class ContextParallelGroup:
         self.rank = rank % size
         self.data_index = rank // size  # which of the data_size different batches this rank gets
         self.data_size = world_size // size
+        self.memory_bytes = memory_bytes(device)  # the least of a device of this group
         if size == 1 or not dist.is_initialized():
             return
         timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -46,7 +48,10 @@ class ContextParallelGroup:
         groups = [dist.new_group(ranks, timeout=timeout, pg_options=_options(device, timeout)) for ranks in all_ranks]
         # Weak: an enabled Trainer outlives destroy_process_group, and would keep the threads of gloo.
         self._process_group = weakref.ref(groups[self.data_index])
-        self.sum(torch.zeros((), device=device))  # connects all ranks before any of them can close the group
+        # Connects all ranks before any of them can close the group.
+        least = torch.tensor(self.memory_bytes, device=device)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.process_group)
+        self.memory_bytes = int(least)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from ringtile import ops
+from ringtile import keep, ops
 from ringtile.errors import RefusedError
 from ringtile.hf.attention import WITHOUT_EFFECT, unknown_arguments
 from ringtile.hf.batch import (
@@ -92,6 +92,7 @@ class _Watch:
         if any(kwargs.get(cache) is not None for cache in CACHES):
             raise RefusedError(f"{self._place} got a cache; expected none: its states are those of whole sequences")
         batch.recurrent_calls += 1
+        keep.called_by(mixer)
         batch.mixed_by.clear()
         return args, {**kwargs, "attention_mask": None}  # padding belongs to no document of the batch
 

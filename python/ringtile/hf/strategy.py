@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from ringtile import keep
 from ringtile.config import Config
 from ringtile.errors import ConfigError, MaskNotExpressibleError, RefusedError
 from ringtile.first_batch.trace import ModelCall, Trace
@@ -61,6 +62,7 @@ class Strategy(abc.ABC):
             checks.check_sampling(base)
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         patches.on_restore(self.group.close)
+        self._make_room()
         self.dropout = CountedDropout(trainer, self.group.data_index, self.group.data_size)
         self.causal, self.shifts_labels = checks.attends_causally(base), shifts_labels(base)
         self.layers = set(layer_masks(base.config.get_text_config(), self.causal))
@@ -203,7 +205,7 @@ class Strategy(abc.ABC):
         if self.proves_whole and not is_tree and self._is_plain(inputs):
             return self._whole(inputs), None
         self.num_batches += 1
-        batch.group, batch.mean_share = self.group, 1 / batch.sequence.world_size
+        batch.group, batch.mean_share, batch.room = self.group, 1 / batch.sequence.world_size, self.room
         assert batch.token_weights is not None
         shape = (batch.token_weights.size(0), batch.sequence.local_len)
         places = None if batch.rows is None else batch.rows.places
@@ -225,6 +227,7 @@ class Strategy(abc.ABC):
     def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """The first one raises RefusedError if it shards nothing: every rank then computes whole rows."""
         before = self.num_batches
+        self._make_room()
         loss: Tensor = original(*args, **kwargs)
         if not self.step_checked and self.num_batches == before:
             raise RefusedError(
@@ -234,6 +237,10 @@ class Strategy(abc.ABC):
             )
         self.step_checked = True
         return loss
+
+    def _make_room(self) -> None:
+        """Let the checkpointed layers of the next forward and backward keep what the configuration says."""
+        self.room = keep.room_of(self.config.keep_attention, self.group.memory_bytes)
 
     # ---- the first batch ------------------------------------------------------------------------
 

@@ -106,6 +106,8 @@ def switches(setup: Setup, seq_len: int, fits: bool = True) -> list[Switch]:
         changes[f"{CHECKPOINTING}: true"] = dataclasses.replace(setup, gradient_checkpointing=True)
     elif not config.activation_offloading:
         changes["activation_offloading: true"] = with_keys(activation_offloading=True)
+    if setup.gradient_checkpointing and config.context_parallel_size > 1 and config.keep_attention:
+        changes["keep_attention: false"] = with_keys(keep_attention=False)
     for key in ("tiled_loss", "tiled_mlp", "tiled_norm"):
         if not getattr(config, key):
             changes[f"{key}: true"] = with_keys(**{key: True})
@@ -148,10 +150,9 @@ def step_seconds(setup: Setup, memory: StepMemory, rates: Rates, hosts: tuple[in
     unit = multiple_of(setup)
     layout = Layout.named(config.layout, -(-memory.seq_len // unit) * unit, size)
     scheme = config.context_parallel_scheme if size > 1 else "ring"
-    backwards = 0.5 if setup.gradient_checkpointing else 1.0  # half of the calls are recomputed ones
     computing, sending = memory.product_flops / rates.flops, 0.0
-    for (shape, mask), count in collections.Counter(memory.attention).items():
-        layer = layer_seconds(plan_of(mask, layout, shape, scheme), rates, hosts[:size], backwards)
+    for (shape, mask, is_again), count in collections.Counter(memory.attention).items():
+        layer = layer_seconds(plan_of(mask, layout, shape, scheme), rates, hosts[:size], 0.0 if is_again else 1.0)
         computing, sending = computing + count * layer.computing, sending + count * layer.sending
     return Seconds(computing, sending)
 

@@ -25,6 +25,7 @@ class Setup:
     dtype: torch.dtype = torch.float32  # of the weights
     bf16: bool = False  # mixed precision, as training.bf16
     on_gpu: bool = False
+    memory_bytes: int = 80 << 30  # of a device, of which checkpointed layers keep a tenth
     lora_rank: int = 0  # of PEFT's adapters on every linear layer; 0: all weights are trained
     load_in_4bit: bool = False  # the linear layers below the adapters: bitsandbytes' nf4 with double quantization
     optimizer: str = "adamw"  # of OPTIMIZERS

@@ -6,6 +6,7 @@ Shape letters: B batch, S global tokens, N local tokens, E hidden size, W ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator
@@ -28,13 +29,13 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ringtile import ops
+from ringtile import keep, ops
 from ringtile.attn.attention import RingAttention
 from ringtile.attn.call import AttentionCall
 from ringtile.errors import RefusedError
 from ringtile.first_batch.unchanged import without_checkpoints
 from ringtile.hf import checks, recurrent
-from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active
+from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active, checkpoints
 from ringtile.hf.layers import mask_of_layer
 from ringtile.hf.loss import install_tiled_loss
 from ringtile.hf.mlp import install_tiled_mlp
@@ -72,7 +73,8 @@ class StepMemory:
     host_bytes: int  # of offloaded hidden states
     optimizer_host_bytes: int  # of what the engine keeps there
     product_flops: int  # of matrix products, attention not counted but for that of a tower
-    attention: tuple[tuple[Shape, IntervalMask], ...]  # of each call of attention, where ranks share a sequence or not
+    # Of each call of attention that computes, where ranks share a sequence or not; and whether it computes again.
+    attention: tuple[tuple[Shape, IntervalMask, bool], ...]
     tower: TowerShare | None = None
 
     @property
@@ -99,7 +101,8 @@ class TrainingStep:
         self.setup = setup
         self._stack = contextlib.ExitStack()
         self._batch: ShardedBatch | None = None
-        self._calls: list[tuple[Shape, IntervalMask]] = []
+        self._calls: list[tuple[Shape, IntervalMask, bool]] = []
+        self._room: keep.Room | None = None
         self._offload: _Offload | None = None
         self._reference: PreTrainedModel | None = None
         self._images: PlannedImages | None = None
@@ -195,6 +198,19 @@ class TrainingStep:
                 self._engine.prepare_reference(self._reference)
         if setup.ringtile.activation_offloading and setup.gradient_checkpointing:
             self._offload = _Offload(self._model, patches)
+        if setup.ringtile.context_parallel_size > 1:
+            for owner, name, checkpoint in checkpoints(self._model):
+                patches.set(owner, name, functools.partial(self._checkpointed, checkpoint))
+
+    def _checkpointed(self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **of: Any) -> Any:
+        """A layer, which keeps what that of a Trainer would."""
+        running = contextlib.nullcontext if self._room is None else keep.Kept(self._room).running
+
+        def run(*args: Any, **of: Any) -> Any:
+            with running():
+                return function(*args, **of)
+
+        return checkpoint(run, *args, **of)
 
     def run(self, seq_len: int) -> StepMemory:
         """A step on sequences of seq_len tokens, after the first: the optimizer has its state."""
@@ -282,6 +298,7 @@ class TrainingStep:
 
     def _step(self, seq_len: int, local_len: int) -> None:
         live, (inputs, loaded) = self._live, self._inputs(seq_len, local_len)
+        self._room = keep.room_of(self.setup.ringtile.keep_attention, self.setup.memory_bytes)
         self._engine.before_forward()
         loss = self._call(self._model, **inputs, use_cache=False)["loss"]  # frees other outputs, as the Trainer does
         self._engine.before_backward()
@@ -316,8 +333,10 @@ class TrainingStep:
         with _disable_current_modes():  # plans are real
             sequence = batch.narrowed(mask_of_layer(module, options))
             shape = Shape.of(q, k, v)
-            self._calls.append((shape, sequence.mask))
-            if sequence.world_size > 1:
+            of_call = shape, sequence.mask, self._live.in_backward
+            if sequence.world_size == 1:
+                self._calls.append(of_call)
+            else:
                 _ = sequence.ring, sequence.digests
         with self._live.making("attention"):
             if sequence.world_size == 1:
@@ -327,7 +346,11 @@ class TrainingStep:
             scale = options.get("scaling") or q.size(-1) ** -0.5
             sinks = options.get("s_aux")
             call = AttentionCall(sequence, scale, options.get("softcap") or 0.0, sinks=sinks, returns_lse=False)
+            keep.called_by(module)
+            before = sequence.transport.num_calls
             out, _ = _Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
+            if sequence.transport.num_calls > before:
+                self._calls.append(of_call)
         return out, None
 
 
@@ -430,6 +453,7 @@ class _SilentTransport(LoopbackTransport):
 
     @contextlib.contextmanager
     def agree(self, *terms: Any, **more: Any) -> Iterator[None]:
+        self.num_calls += 1
         yield
 
     def exchange(self, sends: Any, receives: Any, what: str) -> Exchange:

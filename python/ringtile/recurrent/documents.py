@@ -105,7 +105,7 @@ class Facts:
     @functools.cached_property
     def stretches(self) -> tuple[Stretch, ...]:
         """In the order of the sequence. RefusedError: a state cannot follow this layout."""
-        cuts = {cut.position: cut for cut in self._passes}
+        cuts = {cut.position: cut for cut in self.passes}
         stretches = []
         for rank, begin, local_begin, length in stretches_of(self.layout):
             if rank == self.rank:
@@ -138,7 +138,7 @@ class Facts:
         return {}
 
     @functools.cached_property
-    def _passes(self) -> tuple[StatePass, ...]:
+    def passes(self) -> tuple[StatePass, ...]:
         return state_passes(self.forest, self.layout)
 
 

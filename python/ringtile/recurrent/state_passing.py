@@ -12,7 +12,9 @@ Shape letters: B batch, N local tokens, C channels, W width of a convolution.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile import derivatives, ops
+from ringtile import derivatives, keep, ops
 from ringtile.recurrent.documents import Documents, Stretch
 from ringtile.recurrent.recurrence import Recurrence, agreed
 from ringtile.recurrent.shares import shares_in_time
@@ -40,10 +42,9 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, recurrence: Recurrence, *tensors: Tensor) -> Tensor:
-        out, states = _forward(recurrence, tensors)
+        out, states, ctx.number = _forward(recurrence, tensors)
         ctx.save_for_backward(*tensors, *states.values())
         ctx.recurrence, ctx.keys = recurrence, list(states)
-        ctx.number = recurrence.documents.sequence.transport.num_calls
         return out
 
     @staticmethod
@@ -68,13 +69,14 @@ class _Run(torch.autograd.Function):
 _States = dict[tuple[int, int], Tensor]  # by stretch and share
 
 
-def _forward(recurrence: Recurrence, tensors: tuple[Tensor, ...]) -> tuple[Tensor, _States]:
-    """Return out, and the states that were passed to stretches of this rank."""
+def _forward(recurrence: Recurrence, tensors: tuple[Tensor, ...]) -> tuple[Tensor, _States, int]:
+    """Return out, the states that were passed to stretches of this rank, and the number of the call."""
     documents, operands = recurrence.documents, recurrence.operands
     shares = shares_in_time(recurrence.num_head_groups, documents.sequence.world_size)
     out = recurrence.out.tensor.new_empty(recurrence.out.tensor.shape)
     states: _States = {}
-    with _call(recurrence, "forward", out) as messages:
+    slot = _slot(recurrence, math.prod(recurrence.state_shape), out)
+    with _call(recurrence, "forward", out, slot=slot) as messages:
         for i, stretch in enumerate(documents.stretches):
             for j, share in enumerate(shares):
                 if stretch.source is not None:
@@ -87,7 +89,7 @@ def _forward(recurrence: Recurrence, tensors: tuple[Tensor, ...]) -> tuple[Tenso
                 recurrence.out.of(out, stretch.tokens, share).copy_(out_)
                 if stretch.target is not None and sent is not None:
                     messages.send(stretch.target, j, sent)
-    return out, states
+    return out, states, messages.number
 
 
 def _backward(
@@ -128,16 +130,21 @@ def _backward(
 # ---- messages -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Messages:
     """The messages of one call: at most one between two neighboring stretches, for each share."""
 
     transport: Transport
+    number: int = 0  # of the call
+    known: list[Tensor] | None = None  # what the first run of a checkpointed layer received, if nothing is to travel
+    received: list[Tensor] = field(default_factory=list)
     kept: dict[int, Tensor] = field(default_factory=dict)  # for the next stretch, if it is of this rank too, by share
     sent: list[Exchange] = field(default_factory=list)
     arriving: list[Exchange] = field(default_factory=list)
 
     def send(self, rank: int, share: int, state: Tensor) -> None:
+        if self.known is not None:
+            return
         if rank == self.transport.rank:
             self.kept[share] = state
         else:
@@ -145,9 +152,13 @@ class _Messages:
 
     def start_receiving(self, rank: int, share: int, like: Tensor) -> Tensor:
         """Return a tensor like `like`, which may be it; after `wait` it holds what was sent."""
+        if self.known is not None:
+            return self.known.pop(0)
         if rank == self.transport.rank:
-            return self.kept.pop(share)
-        self.arriving.append(self.transport.exchange({}, {rank: like}, f"the state of rank {rank}"))
+            like = self.kept.pop(share)
+        else:
+            self.arriving.append(self.transport.exchange({}, {rank: like}, f"the state of rank {rank}"))
+        self.received.append(like)
         return like
 
     def wait(self) -> None:
@@ -162,16 +173,43 @@ class _Messages:
 
 
 @contextlib.contextmanager
-def _call(recurrence: Recurrence | Halos, direction: str, x: Tensor, forward_call: int = 0) -> Iterator[_Messages]:
-    """Agree with the other ranks that they make the same call; wait at the end for what was sent."""
+def _call(
+    recurrence: Recurrence | Halos, direction: str, x: Tensor, forward_call: int = 0, slot: keep.Slot | None = None
+) -> Iterator[_Messages]:
+    """Agree with the other ranks that they make the same call; wait at the end for what was sent.
+
+    slot: for what a checkpointed layer receives; where it holds that, nothing travels, and no rank agrees.
+    """
     documents = recurrence.documents
     messages = _Messages(documents.sequence.transport)
+    if slot is not None and (kept := slot.take()) is not None:
+        messages.known, messages.number = list(kept[0]), kept[1]
+        yield messages
+        return
     terms = {**recurrence.terms, "scheme": "states"}
     with agreed(f"{recurrence.op} {direction}", documents, terms, x, forward_call):
+        messages.number = messages.transport.num_calls
         yield messages
         messages.wait()
         for exchange in messages.sent:
             exchange.wait()
+    if slot is not None:
+        slot.fill(tuple(messages.received), messages.number)
+
+
+def _slot(call: Recurrence | Halos, num_numbers: int, x: Tensor) -> keep.Slot | None:
+    """Return where a checkpointed layer keeps the states that it receives, of so many numbers each, on tensors like x.
+
+    Their bytes are those of the rank that receives most.
+    """
+    sequence = call.documents.sequence
+    if not keep.is_inside() or sequence.world_size == 1:
+        return None
+    of_ranks = collections.Counter[int]()
+    for cut in call.documents.facts.passes:
+        of_ranks[cut.target] += cut.num_states
+    num_bytes = max(of_ranks.values(), default=0) * num_numbers * ops.state_dtype(x.dtype).itemsize
+    return keep.slot((call.op, *sequence.digests, sequence.group_name, *call.terms.items()), num_bytes)
 
 
 # ---- inputs of a convolution --------------------------------------------------------------------
@@ -239,7 +277,8 @@ class _Halos(torch.autograd.Function):
     def forward(ctx: Any, halos: Halos, x: Tensor) -> tuple[Tensor, ...]:
         documents, dtype = halos.documents, ops.state_dtype(x.dtype)
         received: list[Tensor] = []
-        with _call(halos, "forward", x) as messages:
+        slot = _slot(halos, x.size(0) * halos.before * x.size(2), x)
+        with _call(halos, "forward", x, slot=slot) as messages:
             for stretch, places in zip(documents.stretches, documents.facts.windows(halos.before), strict=True):
                 halo = None
                 if stretch.source is not None:
@@ -250,7 +289,7 @@ class _Halos(torch.autograd.Function):
                     if windows.earlier is not None:
                         messages.wait()
                     messages.send(stretch.target, 0, windows.gather(x[:, stretch.tokens], halo).to(dtype))
-        ctx.halos, ctx.number = halos, documents.sequence.transport.num_calls
+        ctx.halos, ctx.number = halos, messages.number
         return (x.view_as(x), *received)
 
     @staticmethod

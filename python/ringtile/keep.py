@@ -1,0 +1,124 @@
+"""What a checkpointed layer keeps of its first run, so that no rank communicates when the backward runs it again.
+
+A checkpoint runs a function in the forward, and once more in the backward. What the first run fills a slot with, the
+second one takes, once. A slot is found by its key: the module that calls, and all that a call depends on but the
+numbers in its tensors, which are the same since the function is. Where that does not tell calls apart, because one run
+makes two with the same key, or where a result was written to, the call runs again. All ranks find the same slots: none
+depends on what they do not share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Hashable, Iterator
+from typing import Literal
+
+from torch import Tensor
+
+_PARTS = 10  # of a device's memory, of which "auto" keeps at most one
+
+
+class Room:
+    """The bytes that may still be kept."""
+
+    def __init__(self, num_bytes: float) -> None:
+        self.num_bytes = num_bytes
+
+    def take(self, num_bytes: int) -> bool:
+        """Return whether so many fit, and are taken now."""
+        fits = num_bytes <= self.num_bytes
+        self.num_bytes -= num_bytes if fits else 0
+        return fits
+
+
+def room_of(setting: Literal["auto"] | bool, memory_bytes: int) -> Room | None:
+    """Return the room for one step by the key keep_attention. memory_bytes: of a device, the least of the group's."""
+    if setting == "auto":
+        return Room(memory_bytes // _PARTS)
+    return Room(math.inf) if setting else None
+
+
+class Slot:
+    """Room for the result of one call: tensors, and the number of the call on its group."""
+
+    def __init__(self) -> None:
+        self._is_open = True
+        self._result: tuple[tuple[Tensor, ...], int] | None = None
+        self._versions: list[int] = []
+
+    def fill(self, tensors: tuple[Tensor, ...], number: int) -> None:
+        """Keep a result, if it is the first."""
+        if self._is_open:
+            self._is_open = False
+            self._result = tuple(x.detach() for x in tensors), number
+            self._versions = [x._version for x in tensors]
+
+    def take(self) -> tuple[tuple[Tensor, ...], int] | None:
+        """Return what was kept; None if it is gone, or was written to."""
+        result, self._result = self._result, None
+        return None if result is None or [x._version for x in result[0]] != self._versions else result
+
+    def close(self) -> None:
+        """Keep nothing."""
+        self._is_open, self._result = False, None
+
+
+class Kept:
+    """The slots of one call of a checkpointed function. room: what they may take."""
+
+    def __init__(self, room: Room) -> None:
+        self.caller: object = None  # the module that mixes tokens now
+        self._room = room
+        self._slots: dict[Hashable, list[Slot | None]] = {}
+        self._found: dict[Hashable, int] | None = None  # by key, in a later run; None: this is the first
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Enter the function, for the first time or again: inside, `slot` finds the slots of this call."""
+        before, _inside.kept = _inside.kept, self
+        try:
+            yield
+        finally:
+            _inside.kept, self._found, self.caller = before, {}, None
+
+    def slot(self, key: Hashable, num_bytes: int) -> Slot | None:
+        key = (self.caller, key)
+        if self._found is not None:
+            number = self._found[key] = self._found.get(key, -1) + 1
+            slots = self._slots.get(key, [])
+            return slots[number] if number < len(slots) else None
+        slots = self._slots.setdefault(key, [])
+        slots.append(Slot() if self._room.take(num_bytes) else None)
+        if len(slots) > 1:
+            for each in slots:
+                if each is not None:
+                    each.close()
+        return slots[-1]
+
+
+class _Inside(threading.local):
+    kept: Kept | None = None
+
+
+_inside = _Inside()
+
+
+def is_inside() -> bool:
+    """Return whether this thread is in a checkpointed function that may keep something."""
+    return _inside.kept is not None
+
+
+def slot(key: Hashable, num_bytes: int) -> Slot | None:
+    """Return the slot of a call in a checkpointed function, which may hold its result; None: nothing is kept of it.
+
+    key: what tells it from other calls of the same module; num_bytes: what is to be kept: the same on all ranks.
+    """
+    return None if _inside.kept is None else _inside.kept.slot(key, num_bytes)
+
+
+def called_by(module: object) -> None:
+    """Say which module makes the calls from here on."""
+    if _inside.kept is not None:
+        _inside.kept.caller = module
