@@ -1,4 +1,4 @@
-"""Bugs that other stacks had in public, put into ringtile: a test must catch each, and `ringtile verify` too.
+"""Bugs that other stacks had in public, put into ringtile: a test must catch each, and the gauntlet too.
 
 `python tests/campaigns/mutants_of_peers.py` writes their table into docs/guide/gauntlet.md.
 """

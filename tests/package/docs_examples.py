@@ -301,7 +301,6 @@ def _has_tiles(names: Names) -> None:
 
 # Page and number of the snippet: the names around it, and what holds afterwards.
 _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
-    "README.md 1": (lambda: _sequence(S), _is_unsharded),
     "docs/design/ring.md 0": (lambda: _sequence(S // W), _has_output),
     "docs/guide/hybrid.md 0": (_recurrent, _has_output),
     "docs/guide/images.md 0": (_images, _has_gradients_of_all),

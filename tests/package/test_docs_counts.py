@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 import typing
 
+import pytest
 from ringtile.config import Config
 from ringtile.sequence.layout import CHUNKS_PER_RANK, PADDED_LIKE
 from ringtile.transport.failures import MAX_NEIGHBOURS
 
+from tools.gauntlet import attention_cases, training_cases
+
+LENGTHS = [str(length << 10) for length in (128, 512, 1024)]  # of the tables
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -31,7 +36,7 @@ def test_counts_of_models_are_the_tables() -> None:
     trained, types, exact = types_of_models()
     assert f"{trained} of {types} model types" in read("README.md")
     assert f"{trained} of {types} model types" in read("docs/guide/models.md")
-    assert f"{exact} tiny models" in read("docs/design/first_batch.md")
+    assert f"{exact} types of tiny models" in read("docs/design/first_batch.md")
 
 
 def test_errors_of_planned_memory_are_the_tables() -> None:
@@ -40,13 +45,51 @@ def test_errors_of_planned_memory_are_the_tables() -> None:
     )
     ratios = [float(ratio) for _, _, ratio in rows]
     for planned, measured, ratio in rows:
-        assert abs(int(planned) / int(measured) - float(ratio)) < 0.003
+        assert abs(int(planned) / int(measured) - float(ratio)) <= 1 / int(measured) + 0.001
     near = sum(abs(int(planned) / int(measured) - 1) <= 0.025 for planned, measured, _ in rows)
     page = " ".join(read("docs/guide/memory.md").split())
     assert f"[{len(rows)} trainings" in page
     assert f"{near} are within 2.5 %" in page
     assert f"was planned {1 - min(ratios):.0%}".replace("%", " %") in page
     assert 1 - min(ratios) > max(ratios) - 1
+
+
+def test_memory_of_the_readme_is_the_planners() -> None:
+    planned = json.loads((ROOT / "tools/pictures/memory.json").read_text())["eight"].values()
+    rows = re.findall(r"^\| (?:checkpointing|and) [^|]*\| (\d+) \| (\d+) \| (\d+) \|$", read("README.md"), re.MULTILINE)
+    of_keys = [
+        [sum(size for part, size in of_length[length].items() if part != "host") / 2**30 for length in LENGTHS]
+        for of_length in planned
+    ]
+    assert [[int(gib) for gib in row] for row in rows] == [[round(gib) for gib in of_keys[n]] for n in (0, 3, 4, 5)]
+
+
+def test_counts_of_the_gauntlet_are_its_tables() -> None:
+    page, readme = read("docs/guide/gauntlet.md"), read("README.md")
+    backends = re.findall(r"^\| `([\w-]+)` \| [\w-]+ [\d.+a-z]+ \|", page, re.MULTILINE)
+    others = {name for name in backends if not name.startswith("ringtile")}
+    cases = len(attention_cases.CASES) + len(training_cases.CASES)
+    assert len(others) == 9
+    assert f"nine implementations on {cases} cases" in readme
+    for name in re.findall(r'--case "?([\w ]+)', readme):
+        assert name.strip() in {case.name for case in (*attention_cases.CASES, *training_cases.CASES)}
+
+
+@pytest.mark.parametrize(
+    ("package", "file", "sentence"),
+    [
+        ("trl", "trainer/sft_trainer.py", "Packing is not compatible with context parallelism"),
+        ("trl", "trainer/grpo_config.py", "does not support sequence-dim parallelism"),
+        ("trl", "trainer/rloo_config.py", "does not support sequence-dim parallelism"),
+        ("accelerate", "big_modeling.py", "Context parallelism does not support attention layers of type"),
+        ("accelerate", "state.py", "We need a `fsdp_plugin` to use context parallelism"),
+        ("accelerate", "parallelism_config.py", 'valid_sp_backends = ["deepspeed"]'),
+    ],
+)
+def test_hugging_face_refuses_what_the_readme_says(package: str, file: str, sentence: str) -> None:
+    """A release that takes one of these changes a row of the table."""
+    folder = pathlib.Path(pytest.importorskip(package).__file__).parent
+    assert sentence in re.sub(r'"\s*"', "", (folder / file).read_text())
 
 
 def test_layouts_are_one_list() -> None:

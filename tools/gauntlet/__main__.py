@@ -76,6 +76,9 @@ def _of(one: Backend, cases: list[str]) -> list[dict[str, Any]]:
 # ---- the page -----------------------------------------------------------------------------------
 
 
+WORDS = 120  # characters of a message that a cell quotes
+
+
 def page(rows: list[dict[str, Any]]) -> str:
     """The tables of attention and of training, and what was said where a cell is not exact."""
     names = [name for name in backends() if any(row["backend"] == name for row in rows)]
@@ -112,7 +115,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         of: dict[tuple[str, str], list[str]] = {}
         for row in rows:
             if row["backend"] == name and row["verdict"] not in ("exact", "not offered"):
-                words = f"{row['words']}; {row['documented']}" if row["documented"] else row["words"]
+                # How far attention is off is in the table above.
+                words = row["words"] if row["trains"] else row["documented"] or row["words"]
                 where = f"{row['case']} (training)" if row["trains"] else row["case"]
                 of.setdefault((row["verdict"], _plain(words)), []).append(where)
         lines += [f"| `{name}` | {', '.join(its)} | {kind}: {words} |" for (kind, words), its in of.items()]
@@ -140,7 +144,9 @@ def _link(bug: str, source: str) -> str:
 def _plain(words: str) -> str:
     """For a cell of a table."""
     words = re.sub(r"(\[127\.0\.0\.1\]):\d+", r"\1", words)  # another port each time
-    return " ".join(words.replace("|", " ").replace("<", " ").replace(">", " ").split())[:260]
+    words = re.sub(r" \(model \w+\)", "", words)
+    words = " ".join(words.replace("|", " ").replace("<", " ").replace(">", " ").split())
+    return words if len(words) <= WORDS else words[:WORDS].rpartition(" ")[0] + " ..."
 
 
 if __name__ == "__main__":
