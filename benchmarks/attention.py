@@ -228,6 +228,8 @@ def quick_comparisons() -> Iterator[Comparison]:
             yield Comparison(gpu(case, seq_len=8192, head_dim=head_dim), on_gpu)
         yield Comparison(gpu("causal", seq_len=1024, head_dim=head_dim), on_gpu)
     yield Comparison(gpu("causal", seq_len=8192, head_dim=128, num_kv_heads=4), on_gpu)
+    for case in ("causal", "full"):  # the blocks of a ring of 8 ranks over 131,072 tokens, with the heads of Qwen3-8B
+        yield Comparison(gpu(case, seq_len=16384, head_dim=128, num_heads=32, num_kv_heads=8), on_gpu)
     for case in ("documents-8", "window-1024"):
         yield Comparison(
             gpu(case, seq_len=16384, head_dim=128), ("ringtile", "ringtile_auto", "torch_per_document", "flex")

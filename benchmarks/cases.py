@@ -18,7 +18,7 @@ from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from torch import Tensor
 
-from benchmarks.rows import DTYPES, Cost, forward_backward
+from benchmarks.rows import DTYPES, Cost, forward_backward, generator_on
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (B, S, H, D), k, v (B, S, G, D) -> out (B, S, H, D)
 
@@ -91,11 +91,11 @@ class Inputs(NamedTuple):
 def make_inputs(workload: Workload) -> Inputs:
     """Normal random numbers, the same on every call; B is the batch size of the workload's mask."""
     batch = make_case(workload.case, workload.seq_len).mask.begin.size(0)
-    generator = torch.Generator().manual_seed(0)
+    generator = generator_on(workload.device)
     heads = (workload.num_heads, workload.num_kv_heads, workload.num_kv_heads, workload.num_heads)
     shapes = [(batch, workload.seq_len, count, workload.head_dim) for count in heads]
-    numbers = (torch.randn(shape, generator=generator) for shape in shapes)
-    return leaves(x.to(workload.device, DTYPES[workload.dtype]) for x in numbers)
+    numbers = (torch.randn(shape, generator=generator, device=workload.device) for shape in shapes)
+    return leaves(x.to(DTYPES[workload.dtype]) for x in numbers)
 
 
 def leaves(tensors: Iterable[Tensor]) -> Inputs:

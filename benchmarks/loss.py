@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.compare import Candidate, gradient_candidate, gradient_of, measure_each
-from benchmarks.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward
+from benchmarks.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward, generator_on
 
 CASES = ("full", "half-ignored")
 EXACT_TOKENS = 512  # the float64 results are computed this many tokens at a time, so that they fit in memory
@@ -55,14 +55,16 @@ Loss = Callable[[Inputs], Tensor]  # returns the mean over the labels that are n
 
 def make_inputs(workload: Workload) -> Inputs:
     """Random numbers, the same on every call; logits are about 1."""
-    dtype, generator = DTYPES[workload.dtype], torch.Generator().manual_seed(0)
-    hidden = torch.randn(workload.seq_len, workload.hidden_size, generator=generator)
-    weight = torch.randn(workload.vocab_size, workload.hidden_size, generator=generator) * workload.hidden_size**-0.5
-    labels = torch.randint(workload.vocab_size, (workload.seq_len,), generator=generator)
+    dtype, device = DTYPES[workload.dtype], workload.device
+    generator = generator_on(device)
+    normal = partial(torch.randn, generator=generator, device=device)
+    hidden = normal(workload.seq_len, workload.hidden_size)
+    weight = normal(workload.vocab_size, workload.hidden_size) * workload.hidden_size**-0.5
+    labels = torch.randint(workload.vocab_size, (workload.seq_len,), generator=generator, device=device)
     if workload.case == "half-ignored":
         labels[: workload.seq_len // 2] = IGNORE_INDEX
-    hidden, weight = (x.to(workload.device, dtype).requires_grad_() for x in (hidden, weight))
-    return Inputs(hidden, weight, labels.to(workload.device))
+    hidden, weight = (x.to(dtype).requires_grad_() for x in (hidden, weight))
+    return Inputs(hidden, weight, labels)
 
 
 def exact_results(workload: Workload, inputs: Inputs) -> tuple[Tensor, ...]:

@@ -165,7 +165,8 @@ def machine(device: str = "cpu") -> dict[str, object]:
     gpu: dict[str, object] = {}
     if device == "cuda":
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "cudnn": cudnn}
+        driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # of CUDA: 1000 major + 10 minor
+        gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": driver, "cudnn": cudnn}
         gpu["cuda_isa"] = os.environ.get("RINGTILE_CUDA_ISA") or "the best of the GPU"
     return gpu | {
         "cpu": cpu_name(),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.compare import Candidate, gradient_candidate, gradient_of, measure_each
-from benchmarks.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward
+from benchmarks.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward, generator_on
 
 CASES = ("mlp", "checkpointed")
 EXACT_TOKENS = 1024  # the float64 results are computed this many tokens at a time, so that they fit in memory
@@ -69,14 +69,16 @@ Apply = Callable[[GatedMlp, Tensor], Tensor]
 
 def make_inputs(workload: Workload) -> Inputs:
     """Random numbers, the same on every call; weights are about 1 / sqrt(input width), so that outputs are about 1."""
-    dtype, generator = DTYPES[workload.dtype], torch.Generator().manual_seed(0)
-    mlp = GatedMlp(workload.hidden_size, workload.intermediate_size).to(dtype)
+    dtype, device = DTYPES[workload.dtype], workload.device
+    generator = generator_on(device)
+    normal = partial(torch.randn, generator=generator, device=device)
+    with torch.device(device):
+        mlp = GatedMlp(workload.hidden_size, workload.intermediate_size).to(dtype)
     with torch.no_grad():
         for weight in mlp.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator) * weight.size(1) ** -0.5)
-    shape = (1, workload.seq_len, workload.hidden_size)
-    x, dout = (torch.randn(shape, generator=generator).to(workload.device, dtype) for _ in range(2))
-    return Inputs(mlp.to(workload.device), x.requires_grad_(), dout)
+            weight.copy_(normal(weight.shape) * weight.size(1) ** -0.5)
+    x, dout = (normal(1, workload.seq_len, workload.hidden_size).to(dtype) for _ in range(2))
+    return Inputs(mlp, x.requires_grad_(), dout)
 
 
 def exact_results(workload: Workload, inputs: Inputs) -> tuple[Tensor, ...]:

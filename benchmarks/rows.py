@@ -96,6 +96,11 @@ def make_rows(
     return rows
 
 
+def generator_on(device: str) -> torch.Generator | None:
+    """Return a generator with a seed; None on meta, whose tensors have no numbers."""
+    return None if device == "meta" else torch.Generator(device).manual_seed(0)
+
+
 def why_skipped(error: Exception) -> str:
     """One line saying why a backend could not run."""
     reason = next(iter(str(error).strip().splitlines()), "no reason given")

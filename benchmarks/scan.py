@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.compare import Candidate, gradient_candidate, gradient_of, measure_each
-from benchmarks.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward
+from benchmarks.rows import DTYPES, Comparison, Cost, Grid, check_sizes, forward_backward, generator_on
 
 CASES = ("delta", "kda", "ssd", "selective", "convolution")
 WIDTH = 4  # of the convolution, whose channels, as the selective scan's, are the heads' together
@@ -52,11 +52,11 @@ Apply = Callable[[dict[str, Tensor]], Tensor]
 
 def make_inputs(workload: Workload) -> Inputs:
     """Random numbers, the same on every call. Keys have length 1, as the layers normalize them."""
-    dtype, generator = DTYPES[workload.dtype], torch.Generator().manual_seed(0)
+    dtype, generator = DTYPES[workload.dtype], generator_on(workload.device)
     tokens, heads, groups, dim = workload.seq_len, workload.num_heads, workload.num_kv_heads, workload.head_dim
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, device=workload.device)
 
     if workload.case == "convolution":
         wide = {"x": normal(1, tokens, heads * dim), "weight": normal(heads * dim, WIDTH) * WIDTH**-0.5}
@@ -79,8 +79,8 @@ def make_inputs(workload: Workload) -> Inputs:
             wide["beta"] = normal(1, tokens, heads).sigmoid()
     # Layers compute decays and steps in float32.
     in_float32 = ("g", "dt", "A", "D")
-    narrow = {name: x.to(workload.device, x.dtype if name in in_float32 else dtype) for name, x in wide.items()}
-    dout = normal(*out_shape).to(workload.device, dtype)
+    narrow = {name: x if name in in_float32 else x.to(dtype) for name, x in wide.items()}
+    dout = normal(*out_shape).to(dtype)
     return Inputs({name: x.requires_grad_() for name, x in narrow.items()}, dout)
 
 
