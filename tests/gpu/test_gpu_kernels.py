@@ -181,20 +181,20 @@ def torchs(p: Problem, mask: IntervalMask) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, p.dout)]
 
 
-def assert_not_less_exact_than_torch(p: Problem, mask: IntervalMask, results: list[Tensor]) -> None:
+def assert_not_less_exact_than_torch(p: Problem, mask: IntervalMask, results: list[Tensor], draw: float = DRAW) -> None:
     """The accuracy rule: the mean square error and the largest error are at most torch's.
 
     If torch rounds only once too, the largest error is one rounding of a large number after some 64 roundings of the
     state, and chance decides whose is larger. On a GPU both also round weights to the dtype, so their errors have the
-    same distribution; DRAW is how far two draws from it may differ.
+    same distribution; draw is how far two draws from it may differ.
     """
     exact = dense_gradients(p.q, p.k, p.v, dense(mask).to(DEVICE), p.dout)
     for name, mine, theirs in zip(RESULTS, results, torchs(p, mask), strict=True):
         expected = getattr(exact, name)
         my_error, their_error = (mine.double() - expected).abs(), (theirs.double() - expected).abs()
-        assert my_error.square().mean() <= DRAW * their_error.square().mean(), name
+        assert my_error.square().mean() <= draw * their_error.square().mean(), name
         once = (torch.finfo(p.q.dtype).eps / 2 + 64 * torch.finfo(torch.float32).eps) * expected.abs().max()
-        assert my_error.max() <= max(DRAW * their_error.max(), once), name
+        assert my_error.max() <= max(draw * their_error.max(), once), name
 
 
 S = 256
