@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".c", ".h", ".cpp", ".cu", ".cuh"}
 CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folders
-    "benchmarks": (15, 2480),
+    "benchmarks": (15, 2510),
     "csrc": (84, 8850),
     "cuda": (45, 4660),
     "python/ringtile": (18, 2580),
@@ -35,7 +35,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/campaigns": (21, 4550),
     "tests/cli": (12, 2000),
     "tests/emulator": (26, 4610),
-    "tests/gpu": (9, 1280),
+    "tests/gpu": (10, 1500),
     "tests/hf": (64, 13040),
     "tests/package": (8, 1800),
     "tests/planner": (4, 1010),
