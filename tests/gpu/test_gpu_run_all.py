@@ -71,6 +71,19 @@ def test_measurements_cover_the_quick_bench(
         assert any(step.command[3] == subject for step in steps.values() if "benchmarks" in step.command), subject
 
 
+def test_what_needs_several_gpus_comes_first_where_there_are(
+    run_all: ModuleType, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {}
+    for count in (0, 1, 2):
+        monkeypatch.setattr(run_all, "num_gpus", lambda count=count: count)
+        names[count] = list(run_all.steps(tmp_path))
+    assert names[2][:4] == ["smoke", "nccl", "trainer", "bench_ring"]
+    assert names[1][0] == "smoke"
+    assert names[1].index("kernels") < names[1].index("trainer") < names[1].index("nccl")
+    assert set(names[0]) == set(names[2]) == {*names[1], "bench_ring"}
+
+
 def archived(folder: pathlib.Path) -> dict[str, bytes]:
     """What the one file that comes back holds."""
     with tarfile.open(folder / "results.tar.gz") as file:
