@@ -369,8 +369,8 @@ MUTANTS = [
     ),
     Mutant(
         "tiles: random state of the recomputation not restored",
-        "python/ringtile/tiled/mlp.py",
-        "torch.set_rng_state(self.cpu_random_state)",
+        "python/ringtile/tiled/replay.py",
+        "torch.set_rng_state(self._on_cpu)",
         "pass",
         "tests/tiled/test_tiled_mlp.py",
     ),

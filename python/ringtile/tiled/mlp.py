@@ -1,14 +1,6 @@
 """An MLP computed one tile of tokens at a time: in both passes, intermediates exist for one tile only.
 
-The autograd graph of one tiled MLP is two nodes,
-
-    x, weights -> _Keep -> anchor -> _Run -> outputs
-
-_Keep saves the input and the weights; _Run computes the outputs and saves nothing. The backward of _Run passes the
-gradients of the outputs to the backward of _Keep, which does all the work and returns each weight's gradient once, so
-hooks, DDP and FSDP see an ordinary parameter. There are two nodes because a non-reentrant checkpoint
-(torch.utils.checkpoint) stops recomputing at the last saved tensor: it stops in _Keep, before the MLP runs again. At
-2 T*E*F flops per product, forward and backward together cost
+Autograd keeps its input and its weights (replay.py). At 2 T*E*F flops per product, forward and backward together cost
 
     plain                    3 products + 6                            18 T*E*F
     tiled GLU                3 + 2 (gate and up recomputed) + 6        22 T*E*F, also inside a checkpoint
@@ -20,19 +12,16 @@ Shape letters: B batch, N tokens, T = B*N tokens flattened, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ringtile import arguments, derivatives
+from ringtile import arguments
 from ringtile.errors import InputError, RefusedError
 from ringtile.tiled.glu import GluTiles, find_glu
+from ringtile.tiled.replay import Again, Output, RandomState, Replay, Work, as_tuple, run
 from ringtile.tiled.tiles import check_tile_tokens, on_tile, tiles
-from ringtile.tiled.weight_grad import WeightGradSums, round_grad_sums
-
-Output = Tensor | tuple[Tensor | None, ...]
 
 
 def tiled_mlp(module: nn.Module, x: Tensor, tile_tokens: int = 16384, use_original_mlp: bool = False) -> Output:
@@ -69,16 +58,12 @@ def run_tiles(
         raise InputError(f"x is {x.dtype} of shape {tuple(x.shape)}, expected floating point (..., tokens, hidden)")
     check_parts(module)
     glu = None if use_original_mlp else find_glu(module, forward)
-    work: _Work = ModuleTiles(module, forward, x, tile_tokens) if glu is None else GluTiles(glu, x, tile_tokens)
-    handover: list[Sequence[Tensor | None]] = []
+    work: Work = ModuleTiles(module, forward, x, tile_tokens) if glu is None else GluTiles(glu, x, tile_tokens)
     _check_memory(x, work)
-    derivatives.check_once("the tiled MLP", x, *work.weights, vmap=False)
-    anchor = _Keep.apply(work, handover, x, *work.weights)  # type: ignore[no-untyped-call]
-    outputs: Output = _Run.apply(anchor, handover, lambda: work.forward(x.detach(), *work.weights))  # type: ignore[no-untyped-call]
-    return outputs
+    return run("the tiled MLP", work, x)
 
 
-def _check_memory(x: Tensor, work: _Work) -> None:
+def _check_memory(x: Tensor, work: Work) -> None:
     """InputError: a weight was freed, or is not where x is."""
     for index, weight in enumerate(work.weights):
         if weight is not None:
@@ -87,77 +72,13 @@ def _check_memory(x: Tensor, work: _Work) -> None:
                 arguments.check_devices("x", x, **{f"weight {index} of the module": weight})
 
 
-class _Work(Protocol):
-    weights: tuple[Tensor | None, ...]
-
-    def forward(self, x: Tensor, *weights: Tensor | None) -> Output:
-        """The module's outputs, detached."""
-
-    def backward(
-        self, douts: Sequence[Tensor | None], needed: Sequence[bool], x: Tensor, *weights: Any
-    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """The gradient of x, and the weights' gradients in the dtype of their sums; None where not needed."""
-
-
-class _Keep(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, work: _Work, handover: list[Sequence[Tensor | None]], x: Tensor, *weights: Tensor | None
-    ) -> Tensor:
-        ctx.work, ctx.handover = work, handover
-        ctx.save_for_backward(x, *weights)
-        return x.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, danchor: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        douts = ctx.handover.pop()
-        if all(dout is None for dout in douts):
-            return None, None, None, *(None for _ in weights)
-
-        def compute() -> tuple[Tensor | None, ...]:
-            dx, sums = ctx.work.backward(douts, ctx.needs_input_grad[2:], x, *weights)
-            return dx, *round_grad_sums(sums, weights)
-
-        return None, None, *derivatives.gradients("the tiled MLP", compute, *douts, x, *weights)
-
-
-class _Run(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, handover: list[Sequence[Tensor | None]], forward: Callable[[], Output]
-    ) -> Output:
-        outputs = forward()
-        ctx.handover = handover
-        ctx.set_materialize_grads(False)  # an unused output has no gradient
-        ctx.mark_non_differentiable(
-            *(out for out in _as_tuple(outputs) if out is not None and not out.is_floating_point())
-        )
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.handover.append(douts)
-        defined = [dout for dout in douts if dout is not None]
-        return defined[0].new_zeros(()) if defined else None, None, None
-
-
 class ModuleTiles:
     """Any module, tile by tile; the backward reruns the module's forward with the same random numbers."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], x: Tensor, tile_tokens: int) -> None:
-        self.call, self.tile_tokens = _Call(module, forward), tile_tokens
-        parameters = {name: p for name, p in self.call.named_parameters() if p.requires_grad}
-        self.names = tuple(parameters)
-        self.weights: tuple[Tensor | None, ...] = tuple(parameters.values())
-        device_type = x.device.type
-        self.cpu_random_state = torch.get_rng_state()
-        self.devices, self.device_random_states = get_device_states(x)
-        self.autocast: dict[str, Any] = {
-            "device_type": device_type,
-            "enabled": torch.is_autocast_enabled(device_type),
-            "dtype": torch.get_autocast_dtype(device_type),
-        }
+        self.replay, self.tile_tokens = Replay(module, forward, x), tile_tokens
+        self.weights: tuple[Tensor | None, ...] = self.replay.weights
+        self.random_state = RandomState(x)
 
     def forward(self, x: Tensor, *weights: Tensor | None) -> Output:
         outputs: list[Any] = []  # not views: an in-place add to a view would drop the hook FSDP puts on an output
@@ -172,10 +93,10 @@ class ModuleTiles:
         """Fills one tile's rows of the outputs, which the first tile allocates. Whether the module returns a tuple."""
         x_tile = _like_input(x_rows[tile], x).clone()  # the module may modify it: router jitter does
         with on_tile(tile):
-            result = self.call(x_tile)
+            result = self.replay.call(x_tile)
         rows = _rows(result, x_tile)
         if not outputs:
-            outputs += [None if out is None else out.new_empty(_shape(out, x_tile, x)) for out in _as_tuple(result)]
+            outputs += [None if out is None else out.new_empty(_shape(out, x_tile, x)) for out in as_tuple(result)]
         for out, tile_rows in zip(outputs, rows, strict=True):
             if tile_rows is not None:
                 out.view(x_rows.size(0), *tile_rows.shape[1:])[tile] = tile_rows
@@ -183,61 +104,36 @@ class ModuleTiles:
 
     def backward(
         self, douts: Sequence[Tensor | None], needed: Sequence[bool], x: Tensor, *weights: Any
-    ) -> tuple[Tensor | None, list[Tensor | None]]:
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
         x_rows = x.flatten(0, -2)
         dx = x.new_zeros(x_rows.shape) if needed[0] else None
-        # Leaves that share the weights' storage: hooks on the parameters must see the sum, not each tile's gradient.
-        leaves = {name: w.detach().requires_grad_() for name, w in zip(self.names, weights, strict=True)}
-        grads: list[Any] = [None] * len(weights)  # stays None if no tile used the weight
-        sums = WeightGradSums(tuple(leaves.values()), grads)
-        with (
-            torch.random.fork_rng(self.devices, device_type=x.device.type),
-            torch.autocast(**self.autocast),
-            torch.enable_grad(),
-            sums,
-        ):
-            torch.set_rng_state(self.cpu_random_state)
-            set_device_states(self.devices, self.device_random_states, device_type=x.device.type)
+        with self.replay.again(weights, self.random_state) as again:
             for tile in tiles(x_rows.size(0), self.tile_tokens):
-                self._backward_tile(tile, _like_input(x_rows[tile].detach(), x), douts, leaves, sums, dx)
-        return None if dx is None else dx.view(x.shape), grads
+                self._backward_tile(tile, _like_input(x_rows[tile].detach(), x), douts, again, dx)
+        return None if dx is None else dx.view(x.shape), again.grads
 
     def _backward_tile(
-        self,
-        tile: slice,
-        x_tile: Tensor,
-        douts: Sequence[Tensor | None],
-        leaves: dict[str, Tensor],
-        sums: WeightGradSums,
-        dx: Tensor | None,
+        self, tile: slice, x_tile: Tensor, douts: Sequence[Tensor | None], again: Again, dx: Tensor | None
     ) -> None:
         """Recomputes one tile, adds its weight gradients to the sums and fills its rows of dx."""
         x_tile.requires_grad_(dx is not None)
         with on_tile(tile):
-            result = torch.func.functional_call(self.call, leaves, (x_tile.clone(),))
+            result = again(x_tile.clone())
         rows = _rows(result, x_tile)
-        pairs = [
-            (out, dout.flatten(0, -out.dim())[tile])
+        of_rows = [
+            None if out is None or dout is None else dout.flatten(0, -out.dim())[tile]
             for out, dout in zip(rows, douts, strict=True)
-            if out is not None and dout is not None and out.requires_grad
         ]
-        if not pairs:
-            return
-        inputs = [*leaves.values()] if dx is None else [x_tile, *leaves.values()]
-        tile_outputs, tile_douts = zip(*pairs, strict=True)
-        grads = list(torch.autograd.grad(tile_outputs, inputs, tile_douts, allow_unused=True))
-        if dx is not None and (dx_tile := grads.pop(0)) is not None:
-            dx[tile] = dx_tile.view_as(dx[tile])
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                sums.sum_of(index).add_(grad)
+        for dx_tile in again.differentiate(rows, of_rows, [] if dx is None else [x_tile]):
+            if dx is not None and dx_tile is not None:
+                dx[tile] = dx_tile.view_as(dx[tile])
 
 
 _SHARDED = {"FSDPModule": "FSDP2", "FullyShardedDataParallel": "FSDP1"}  # by name, to avoid the imports
 
 
-def check_parts(module: nn.Module) -> None:
-    """RefusedError, naming the part, if tiling would change the module's outputs or lose gradients."""
+def check_parts(module: nn.Module, what: str = "tiled MLP", unit: str = "the MLP") -> None:
+    """RefusedError, naming the part, if running in parts would change the module's outputs or lose gradients."""
     for name, part in module.named_modules():
         kernel_size = part.kernel_size if isinstance(part, nn.modules.conv._ConvNd) else ()
         if isinstance(part, nn.modules.batchnorm._BatchNorm) or any(size != 1 for size in kernel_size):
@@ -248,13 +144,13 @@ def check_parts(module: nn.Module) -> None:
             problem = "holds a weight that is not a parameter (FSDP1 or DataParallel); expected FSDP2, ZeRO or DDP"
         elif part is not module and (engine := _engine_of(part)):
             problem = (
-                f"is sharded by {engine} on its own and would be gathered once per tile; expected the MLP to be "
-                "gathered as a unit: apply fully_shard to the MLP or its layer, or call ringtile.enable or tile_mlps "
-                "before deepspeed.initialize"
+                f"is sharded by {engine} on its own and would be gathered once per tile; expected {unit} to be "
+                f"gathered as a unit: apply fully_shard to {unit} or its layer, or call ringtile.enable (or what turns "
+                f"the {what} on) before deepspeed.initialize"
             )
         else:
             continue
-        raise RefusedError(f"tiled MLP: {name or 'the module'} {problem}")
+        raise RefusedError(f"{what}: {name or 'the module'} {problem}")
 
 
 def _engine_of(part: nn.Module) -> str | None:
@@ -262,21 +158,6 @@ def _engine_of(part: nn.Module) -> str | None:
     if hasattr(part, "ds_id"):
         return "ZeRO-3"
     return next((_SHARDED[cls.__name__] for cls in type(part).__mro__ if cls.__name__ in _SHARDED), None)
-
-
-class _Call(nn.Module):
-    """Calls a module through a given forward, because the instance's own may be the tiled one."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module, self.own_forward = module, forward
-
-    def forward(self, x: Tensor) -> Any:
-        return self.own_forward(self.module, x)
-
-
-def _as_tuple(result: Any) -> tuple[Any, ...]:
-    return result if isinstance(result, tuple) else (result,)
 
 
 def _like_input(rows: Tensor, x: Tensor) -> Tensor:
@@ -296,7 +177,7 @@ def _rows(result: Any, x_tile: Tensor) -> list[Tensor | None]:
     """One tile's outputs, (t, ...) each: one row per token."""
     num_tokens = x_tile.shape[:-1].numel()
     rows: list[Tensor | None] = []
-    for index, out in enumerate(_as_tuple(result)):
+    for index, out in enumerate(as_tuple(result)):
         if out is None:
             rows.append(None)
         elif not isinstance(out, Tensor):
