@@ -62,6 +62,7 @@ _LAZY = {
     "selective_scan": "recurrent.functions",
     "sequence_log_probs": "rl",
     "ssd": "recurrent.functions",
+    "stream_layers": "hf.stream",
     "tile_mlps": "hf.mlp",
     "tile_norms": "hf.norm",
     "tiled_linear_cross_entropy": "tiled.loss",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from ringtile.hf.mlp import tile_mlps
     from ringtile.hf.norm import tile_norms
     from ringtile.hf.offload import offload_activations
+    from ringtile.hf.stream import stream_layers
     from ringtile.hf.trainer import enable, restore
     from ringtile.planner.layer import Plan, plan_attention
     from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
@@ -135,6 +137,7 @@ __all__ = [
     "selective_scan",
     "sequence_log_probs",
     "ssd",
+    "stream_layers",
     "tile_mlps",
     "tile_norms",
     "tiled_linear_cross_entropy",

@@ -67,11 +67,11 @@ def hide_attention_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) ->
     if active_batch() is not None:
         main = main_input(args, kwargs)
         assert main is not None  # of it the batch was made
-        kwargs = {**kwargs, "attention_mask": _empty(main.size(0), main.device)}
+        kwargs = {**kwargs, "attention_mask": empty_mask(main.size(0), main.device)}
     return args, kwargs
 
 
-def _empty(num_rows: int, device: torch.device) -> Tensor:
+def empty_mask(num_rows: int, device: torch.device) -> Tensor:
     return torch.empty(num_rows, 1, 0, 0, dtype=torch.bool, device=device)
 
 
@@ -82,7 +82,7 @@ def hidden_mask(name: str, mask: Any, batch: ShardedBatch, num_rows: int, device
     """
     if isinstance(mask, dict):
         return {kind: hidden_mask(name, one, batch, num_rows, device) for kind, one in mask.items()}
-    empty = _empty(num_rows, device)
+    empty = empty_mask(num_rows, device)
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
         return empty
     drawn = getattr(mask, _INTERVALS, (None,))[0]
@@ -130,7 +130,7 @@ def attention_forward(
             out: Tensor | None = _with_counted_dropout(module, query, key, value, attention_mask, options)
             if out is not None:
                 return out, None
-        return _transformers_attention(module, query, key, value, attention_mask, options)
+        return transformers_attention(module, query, key, value, attention_mask, options)
     _refuse_inexact(module, attention_mask, options, batch.causal)
     dropout, probability = None, options.get("dropout", 0.0)
     if probability > 0 and (dropout := _counted_dropout(module, query, probability)) is None:
@@ -141,7 +141,7 @@ def attention_forward(
     batch.attention_calls += 1
     keep.called_by(module)
     query = temperature.scaled(module, query, batch)
-    query, key, value = (_as_autocast(x) for x in (query, key, value))
+    query, key, value = (as_autocast(x) for x in (query, key, value))
     out = ring_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -170,7 +170,7 @@ def _sequence_of(
     return cast("ShardedSequence", drawn)
 
 
-def _as_autocast(x: Tensor) -> Tensor:
+def as_autocast(x: Tensor) -> Tensor:
     """Casts as autocast does for scaled_dot_product_attention: RoPE returns queries and keys wider than values."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
@@ -182,7 +182,7 @@ def attention_mask(**kwargs: Any) -> Tensor | None:
     batch = waiting_batch()
     if batch is not None and kwargs["q_length"] == kwargs["kv_length"] == batch.seq_len:
         drawn = intervals_of(kwargs["mask_function"], batch.seq_len, kwargs.get("attention_mask"))
-        empty = _empty(kwargs["batch_size"], kwargs["device"])
+        empty = empty_mask(kwargs["batch_size"], kwargs["device"])
         setattr(empty, _INTERVALS, (drawn,))
         return empty
     mask = eager_mask if _needs_eager(kwargs["config"]) else sdpa_mask
@@ -217,7 +217,7 @@ def _with_counted_dropout(
     dropout = None if mask is None else _counted_dropout(module, query, options["dropout"])
     if mask is None or dropout is None:
         return None
-    q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
+    q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
     softcap, sinks = options.get("softcap") or 0.0, options.get("s_aux")
     out = attention(q, k, v, mask=mask, scale=options.get("scaling"), softcap=softcap, sinks=sinks, dropout=dropout)
     return cast("Tensor", out)
@@ -259,7 +259,7 @@ def _intervals_of(attention_mask: Tensor) -> IntervalMask | None:
     return IntervalMask(begin.to("cpu", torch.int32), end.to("cpu", torch.int32))
 
 
-def _transformers_attention(
+def transformers_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     forward = sdpa_attention_forward
@@ -290,6 +290,12 @@ def _refuse_inexact(
             f"{name} is {kinds[causal]} (is_causal {str(causal).lower()}) in a model that is {kinds[causal_batch]}; "
             f"expected all layers alike"
         )
+    refuse_unknown(module, options)
+
+
+def refuse_unknown(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """RefusedError: an option may change what an attention module computes."""
+    name = type(module).__name__
     for argument in unknown_arguments(options, _KNOWN):
         if argument in _MEANINGS:
             raise RefusedError(f"{name} uses {_MEANINGS[argument]} ({argument}), which the ring cannot compute yet")

@@ -237,7 +237,7 @@ def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: boo
         raise RefusedError(
             f"{name} mixes neighboring tokens in {convolutions[0]} (Conv1d); expected attention only: {INSTEAD}"
         )
-    _refuse_modules(model, WHOLE_SEQUENCES)
+    refuse_modules(model, WHOLE_SEQUENCES)
     check_balancing_loss(model)
 
 
@@ -315,10 +315,11 @@ def has_engine(model: nn.Module) -> bool:
 
 def check_sampling(model: PreTrainedModel) -> None:
     """Raises RefusedError for a model that draws random numbers in training and has no setting against it."""
-    _refuse_modules(model, SAMPLING)
+    refuse_modules(model, SAMPLING)
 
 
-def _refuse_modules(model: PreTrainedModel, reasons: dict[str, tuple[str, str]]) -> None:
+def refuse_modules(model: PreTrainedModel, reasons: dict[str, tuple[str, str]]) -> None:
+    """Raises RefusedError for a module of a class in reasons: (the attribute that makes it so or "", what it does)."""
     for path, module in text_modules(model):
         switch, reason = reasons.get(type(module).__name__, ("", ""))
         if reason and (not switch or getattr(module, switch, True)):

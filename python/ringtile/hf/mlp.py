@@ -64,12 +64,12 @@ def _tile_mlps(
                 "in axolotl tiled_mlp_use_original_mlp: true"
             )
         check_parts(module)
-        _gather_as_one(module, patches)
+        gather_as_one(module, patches)
         forward = _TiledMlp(name, own_forward(name, module), tile_tokens, num_shards, use_original_mlp)
         patches.set(module, "forward", MethodType(forward, module))
 
 
-def _gather_as_one(module: nn.Module, patches: Patches) -> None:
+def gather_as_one(module: nn.Module, patches: Patches) -> None:
     """Marks the module as a ZeRO-3 leaf: DeepSpeed then gathers its parameters once per pass, not once per tile."""
     if not hasattr(module, "_z3_leaf"):
         module._z3_leaf = True  # type: ignore[assignment]
@@ -121,26 +121,26 @@ class _TiledMlp(TiledForward):
         recorded = _active_collector.get()  # type: ignore[no-untyped-call]
         if not recorded:
             return run_tiles(module, self.own_forward, x, tile_tokens, self.use_original_mlp)
-        forward = _RecordingForward(self.own_forward, [key for key in recorded if not key.startswith("_")])
+        forward = RecordingForward(self.own_forward, [key for key in recorded if not key.startswith("_")])
         return forward.deliver(run_tiles(module, forward, x, tile_tokens, self.use_original_mlp), recorded)
 
 
-class _RecordingForward:
-    """An MLP's forward while transformers records outputs of modules inside it: router logits, for their loss.
+class RecordingForward:
+    """A module's forward while transformers records outputs of modules inside it: router logits, for their loss.
 
     transformers' hooks append them to lists, one entry per tile and without a graph. Here each tile returns them after
-    the MLP's own outputs, so the lists get one differentiable tensor over all tokens.
+    the module's own outputs, so the lists get one differentiable tensor over all tokens.
     """
 
     def __init__(self, own_forward: Callable[..., Any], keys: list[str]) -> None:
         self.own_forward, self.keys = own_forward, keys
         self.recorded_keys: list[str] = []  # the key of each recorded tensor
 
-    def __call__(self, module: nn.Module, x: Tensor) -> Any:
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         of_tile: dict[str, list[Tensor]] = {key: [] for key in self.keys}
         token = _active_collector.set(of_tile)  # type: ignore[no-untyped-call]
         try:
-            result = self.own_forward(module, x)
+            result = self.own_forward(module, *args, **kwargs)
         finally:
             _active_collector.reset(token)  # type: ignore[no-untyped-call]
         self.recorded_keys = [key for key in self.keys for _ in of_tile[key]]
@@ -151,7 +151,7 @@ class _RecordingForward:
         return (*outputs, *(tensor for key in self.keys for tensor in of_tile[key]))
 
     def deliver(self, outputs: Any, recorded: dict[str, list[Tensor]]) -> Any:
-        """Appends the recorded tensors to transformers' lists and returns the MLP's own outputs."""
+        """Appends the recorded tensors to transformers' lists and returns the module's own outputs."""
         if not self.recorded_keys:
             return outputs
         for key, tensor in zip(self.recorded_keys, outputs[-len(self.recorded_keys) :], strict=True):

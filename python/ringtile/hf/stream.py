@@ -1,0 +1,245 @@
+"""Runs the layers of a model on chunks of tokens: `ringtile.stream_layers` and the Trainer's `stream: true`.
+
+A layer's own forward runs on each chunk, and reaches ringtile's attention by transformers' AttentionInterface: nothing
+is looked for inside of it.
+
+Shape letters: B batch, S tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.output_capturing import _active_collector
+
+from ringtile.attn.attention import ring_attention
+from ringtile.errors import InputError, RefusedError, shown
+from ringtile.hf import attention, checks, temperature
+from ringtile.hf.drawn_masks import intervals_of
+from ringtile.hf.families import CACHES, MIXERS, UNKNOWN_RECURRENCES, WHOLE_SEQUENCES
+from ringtile.hf.masks import mask_of_batch
+from ringtile.hf.mlp import RecordingForward, TiledForward, gather_as_one, own_forward
+from ringtile.hf.model import base_model, text_modules
+from ringtile.hf.patches import Patches
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.sharded import ShardedSequence
+from ringtile.stream.attend import WHOLE, running_chunk
+from ringtile.stream.layer import Rest, run_chunks
+from ringtile.tiled.mlp import check_parts
+from ringtile.tiled.tiles import tile_limit
+
+NAME = "ringtile_stream"
+# Attributes of an empty mask: the sequence under the mask that was drawn, and that with documents apart.
+_DRAWN, _PACKED = "ringtile_drawn", "ringtile_packed"
+# Where the arguments of layers have their tokens; tensors of other names are refused.
+_TOKEN_DIMS = {"position_embeddings": -2, "position_ids": -1, "per_layer_input": 1}
+_CACHES = (*CACHES, "layer_past")
+
+
+def stream_layers(model: nn.Module, stream_tokens: int = 16384) -> Patches:
+    """Makes every layer of the model run on chunks of stream_tokens tokens; `.restore()` on the result undoes it.
+
+    Of all tokens exist, besides the layers' inputs and outputs, only one layer's keys and values, and in the backward
+    their gradients in float32. The backward runs each layer again, chunk by chunk, last chunk first. Attention is
+    ringtile's. Call this before deepspeed.initialize: ZeRO-3 then gathers a layer's parameters together.
+
+    Without gradients a layer that is given a cache runs whole; in training it is given none.
+
+    InputError: stream_tokens is below 1. RefusedError: the model's layers mix tokens otherwise than by causal
+    attention through transformers' AttentionInterface; raised in the forward too, for what only shows there.
+    """
+    return Patches.of(lambda patches: _stream(model, stream_tokens, patches))
+
+
+def _stream(model: nn.Module, stream_tokens: int, patches: Patches) -> None:
+    base = base_model(model)
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, draw_mask)
+    before = base.config._attn_implementation
+    patches.on_restore(lambda: base.set_attn_implementation(before))
+    install(base, stream_tokens, patches)
+    base.set_attn_implementation(NAME)
+    temperature.leave_to_ringtile(base, patches)
+    if base.config.get_text_config()._attn_implementation != NAME:
+        raise RefusedError(f"{type(base).__name__} does not attend through transformers' AttentionInterface: {WHOLE}")
+
+
+def install(base: PreTrainedModel, stream_tokens: int, patches: Patches) -> None:
+    """Replaces the forward of each layer by one that runs on chunks."""
+    if isinstance(stream_tokens, bool) or not isinstance(stream_tokens, int) or stream_tokens < 1:
+        raise InputError(f"stream_tokens is {shown(stream_tokens)}, expected a whole number of tokens, at least 1")
+    layers = find_layers(base)
+    _check(base, layers)
+    for name, layer in layers.items():
+        gather_as_one(layer, patches)
+        forward = _StreamedLayer(name, own_forward(name, layer), stream_tokens)
+        patches.set(layer, "forward", MethodType(forward, layer))
+
+
+def find_layers(base: PreTrainedModel) -> dict[str, nn.Module]:
+    """The layers of a text model, by name: of transformers' GradientCheckpointingLayer, those that are in no other."""
+    found: dict[str, nn.Module] = {}
+    for name, module in text_modules(base):
+        if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return found
+
+
+def _check(base: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
+    """RefusedError, naming the layer, for what shows before it runs."""
+    model, config = type(base).__name__, base.config.get_text_config()
+    if not layers:
+        raise RefusedError(f"{model} has no layer of transformers' GradientCheckpointingLayer: {WHOLE}")
+    if not checks.attends_causally(base):
+        raise RefusedError(f"{model} is bidirectional; a streamed layer attends no later chunk: {WHOLE}")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise RefusedError(f"{model} shares keys and values between layers (num_kv_shared_layers): {WHOLE}")
+    checks.refuse_modules(base, WHOLE_SEQUENCES)
+    for name, layer in layers.items():
+        for path, part in layer.named_modules():
+            kind = type(part).__name__
+            if kind in MIXERS or kind in UNKNOWN_RECURRENCES:
+                raise RefusedError(f"{name}.{path} is a {kind}, whose state goes on from chunk to chunk: {WHOLE}")
+            if "Indexer" in kind:
+                raise RefusedError(f"{name}.{path} ({kind}) picks keys by all tokens of the sequence: {WHOLE}")
+        check_parts(layer, "streamed layer", "the layer")
+
+
+@dataclass(frozen=True)
+class _StreamedLayer(TiledForward):
+    """The forward of a layer."""
+
+    tokens: int
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        names = [*inspect.signature(self.own_forward).parameters][1:]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        x, limit = next(iter(given.values()), None), tile_limit()
+        if running_chunk() is not None or limit == 0:
+            return self.own_forward(module, *args, **kwargs)
+        for cache in _CACHES:
+            if given.get(cache) is not None:
+                if not (module.training and torch.is_grad_enabled()):
+                    return self.own_forward(module, *args, **kwargs)
+                given[cache] = None
+        if not isinstance(x, Tensor) or x.dim() != 3 or x.numel() == 0:
+            got = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise RefusedError(f"{self.name} is given hidden states {got}; expected (batch, tokens, hidden): {WHOLE}")
+        args, kwargs = (), dict([*given.items()][1:])
+        rest = self._rest(kwargs, x)
+        tokens = min(self.tokens, limit or self.tokens)
+        recorded = _active_collector.get()  # type: ignore[no-untyped-call]
+        if not recorded:
+            return run_chunks(self.name, module, self._uncheckpointed, x, rest, tokens)
+        forward = RecordingForward(self._uncheckpointed, [key for key in recorded if not key.startswith("_")])
+        return forward.deliver(run_chunks(self.name, module, forward, x, rest, tokens), recorded)
+
+    def _uncheckpointed(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """The layer's own forward, without its checkpoint: it runs again anyway."""
+        with _without_checkpoints(module):
+            return self.own_forward(module, *args, **kwargs)
+
+    def _rest(self, given: dict[str, Any], x: Tensor) -> Rest:
+        """The arguments besides the hidden states. RefusedError names one whose tokens are not known."""
+        leaves, spec = pytree.tree_flatten(((), given))
+        names = [name for name, value in given.items() for _ in pytree.tree_leaves(value)]
+        return Rest(leaves, [self._dim(name, leaf, x) for name, leaf in zip(names, leaves, strict=True)], spec)
+
+    def _dim(self, name: str, leaf: Any, x: Tensor) -> int | None:
+        dim = _TOKEN_DIMS.get(name)
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.numel() == 0:
+            return None
+        if dim is None and name in attention.WITHOUT_EFFECT:
+            return None
+        if dim is None or leaf.dim() < 2 or leaf.size(dim) != x.size(1):
+            raise RefusedError(
+                f"{self.name} is given {name} {tuple(leaf.shape)} for {x.size(1)} tokens; expected tensors of "
+                f"{', '.join(sorted(_TOKEN_DIMS))} only, with an entry for each token: {WHOLE}"
+            )
+        return dim
+
+
+@contextlib.contextmanager
+def _without_checkpoints(module: nn.Module) -> Iterator[None]:
+    on: list[Any] = [part for part in module.modules() if vars(part).get("gradient_checkpointing")]
+    for part in on:
+        part.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for part in on:
+            part.gradient_checkpointing = True
+
+
+# ---- attention of a model whose batch is not sharded --------------------------------------------
+
+
+def draw_mask(**kwargs: Any) -> Tensor | None:
+    """An empty mask with the intervals that the model draws; for a row that goes on from a cache, transformers' own."""
+    seq_len, offset = kwargs["q_length"], kwargs.get("q_offset", 0)
+    if seq_len != kwargs["kv_length"] or not isinstance(offset, int) or offset:
+        return attention.attention_mask(**kwargs)
+    padding = kwargs.get("attention_mask")
+    mask = intervals_of(kwargs["mask_function"], seq_len, padding)
+    if padding is not None:
+        rows = padding.size(0)
+        mask = mask & mask_of_batch({"attention_mask": padding.long()}, rows, seq_len, causal=False)
+    empty = attention.empty_mask(kwargs["batch_size"], kwargs["device"])
+    setattr(empty, _DRAWN, ShardedSequence.of(mask, Layout.contiguous(seq_len, 1)))
+    return empty
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,  # (B, H, N, D)
+    key: Tensor,  # (B, G, N, D)
+    value: Tensor,  # (B, G, N, Dv)
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of a chunk, or of a whole layer under a mask that `draw_mask` has drawn -> (B, N, H, Dv); transformers'
+    own where it has drawn none. RefusedError: an option that may change the scores, or dropout."""
+    chunk, sequence = running_chunk(), _sequence_of(attention_mask, options)
+    if sequence is None:
+        if chunk is None:
+            return attention.transformers_attention(module, query, key, value, attention_mask, options)
+        got = "no mask" if attention_mask is None else f"a mask {tuple(attention_mask.shape)}"
+        raise RefusedError(
+            f"{type(module).__name__} got {got} in a streamed layer; expected one of transformers' masking_utils, "
+            f"drawn from a mask (batch, tokens) or none: {WHOLE}"
+        )
+    attention.refuse_unknown(module, options)
+    if probability := options.get("dropout", 0.0):
+        raise RefusedError(
+            f"{type(module).__name__} drops attention with {probability}; a streamed layer's dropout is counted under "
+            f"ringtile.enable only: set its rate to 0 in the model's config"
+        )
+    if chunk is not None:
+        query = temperature.scaled_at(module, query, torch.arange(chunk.tokens.start, chunk.tokens.stop))
+    q, k, v = (attention.as_autocast(x).transpose(1, 2) for x in (query, key, value))
+    run = ring_attention if chunk is None else chunk.attend
+    softcap, sinks = options.get("softcap") or 0.0, options.get("s_aux")
+    return run(q, k, v, sequence, scale=options.get("scaling"), softcap=softcap, sinks=sinks), None
+
+
+def _sequence_of(mask: Tensor | None, options: dict[str, Any]) -> ShardedSequence | None:
+    """The sequence under the mask that was drawn, its documents apart where cu_seq_lens_q says so, as flash-attention
+    keeps them; None: ringtile has drawn none."""
+    drawn, offsets = getattr(mask, _DRAWN, None), options.get("cu_seq_lens_q")
+    if drawn is None or offsets is None:
+        return cast("ShardedSequence | None", drawn)
+    if not hasattr(mask, _PACKED):
+        setattr(mask, _PACKED, drawn & IntervalMask.from_cu_seqlens(offsets, causal=False))
+    return cast("ShardedSequence", getattr(mask, _PACKED))

@@ -1,0 +1,1 @@
+"""Layers of a model that run on chunks of tokens: forward, and again in the backward."""
