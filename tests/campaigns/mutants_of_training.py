@@ -503,9 +503,9 @@ MUTANTS = [
     ),
     Mutant(
         "tiled norm: a weight's gradient of one tile",
-        "python/ringtile/tiled/mlp.py",
-        "                sums.sum_of(index).add_(grad)",
-        "                sums.sum_of(index).copy_(grad)",
+        "python/ringtile/tiled/replay.py",
+        "                self._sums.sum_of(index).add_(grad)",
+        "                self._sums.sum_of(index).copy_(grad)",
         "tests/hf/test_hf_norm.py -k every",
     ),
     Mutant(
