@@ -311,12 +311,12 @@ _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "docs/guide/pytorch.md 3": (_loop, _has_logits),
     "docs/guide/pytorch.md 4": (_loop, _is_unsharded),
     "docs/guide/pytorch.md 5": (_heads_first, _has_output),
-    "docs/guide/rl.md 0": (_policy, _is_step),
+    "docs/guide/rl.md 1": (_policy, _is_step),
     "docs/guide/tiling.md 0": (_tiles, _has_tiles),
 }
 _RUNNERS = {"README.md 0": _run_trainer, "docs/guide/trainer.md 0": _run_trainer}
 _RUNNERS |= {f"docs/guide/qwen3_8b_128k.md {n}": _run_story for n in range(3)}
-_RUNNERS |= {"docs/guide/trl.md 0": _run_trl, "docs/guide/trl.md 1": _run_trl}
+_RUNNERS |= {"docs/guide/trl.md 0": _run_trl, "docs/guide/rl.md 0": _run_trl}
 EXAMPLES = sorted([*_PLAIN, *_RUNNERS])
 
 

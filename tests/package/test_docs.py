@@ -69,7 +69,7 @@ def test_every_snippet_has_an_example() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_snippet_runs_on_two_ranks(name: str, tmp_path: pathlib.Path) -> None:
-    if name.startswith(("docs/guide/trl.md", "docs/guide/qwen3")):
+    if name.startswith(("docs/guide/trl.md", "docs/guide/rl.md 0", "docs/guide/qwen3")):
         pytest.importorskip("trl")
     run_ranks(2, run_example, name, SNIPPETS[name], str(tmp_path))
 
