@@ -1,4 +1,4 @@
-"""Installs a wheel where there is no compiler, and runs what README.md shows.
+"""Installs a wheel where there is no compiler, and runs the command line, an attention call and README's training.
 
     python try_wheel.py WHEEL FOLDER    FOLDER becomes a fresh venv, with everything else from the package index
 
@@ -17,17 +17,12 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 COMPILERS = ("cc", "gcc", "clang", "c++", "g++", "nvcc")
-# The names that README's snippet in plain PyTorch uses and does not define.
-NAMES = """
+CALL = """
 import ringtile, torch
-seq_len, world_size, group, lengths = 64, 1, None, [[40, 24]]
-q, k, v = (torch.randn(1, seq_len, 2, 16) for _ in "qkv")
+seq = ringtile.ShardedSequence(ringtile.IntervalMask.documents([40, 24]), ringtile.Layout.zigzag(64, 1), None)
+q, k, v = (torch.randn(1, 64, 2, 16) for _ in "qkv")
+assert ringtile.ring_attention(q, k, v, seq).shape == q.shape
 """
-
-
-def plain_snippet() -> str:
-    """README's second block of Python, which needs no launcher."""
-    return (ROOT / "README.md").read_text().split("```python\n")[2].split("```")[0]
 
 
 def megabytes(folder: pathlib.Path) -> float:
@@ -48,7 +43,7 @@ def main(wheel: pathlib.Path, folder: pathlib.Path) -> None:
         "install torch": ["-m", "pip", "--quiet", "install", "torch>=2.11"],
         "install the wheel": ["-m", "pip", "--quiet", "install", "--only-binary", ":all:", f"{wheel}[train]"],
         "ringtile doctor": ["-m", "ringtile", "doctor"],
-        "README's snippet": ["-c", NAMES + plain_snippet() + "assert out.shape == (1, seq_len, 2, 16)"],
+        "ring_attention": ["-c", CALL],
         "README's demonstration": ["-m", *demonstration, str(ROOT / "configs" / "tiny_cpu.yaml"), "--compare"],
     }
     with tempfile.TemporaryDirectory() as elsewhere:
