@@ -82,7 +82,8 @@ class Config(Section):
     """
 
     context_parallel_size: Count = 1  # ranks that share one sequence; 1 = off
-    layout: Literal["zigzag", "contiguous", "striped", "per_document", "balanced"] = "zigzag"  # who holds which tokens
+    # Who holds which tokens: auto is zigzag for one document a row, balanced for more.
+    layout: Literal["auto", "zigzag", "contiguous", "striped", "per_document", "balanced"] = "auto"
     context_parallel_scheme: str = "ring"  # how those ranks share the work of attention: ringtile/scheme.py
     attention_kernel: Literal["auto", "ringtile", "aten"] = "auto"  # who computes attention: docs/design/ring.md
     # Whether checkpointed layers keep what attention and recurrences gave: auto, in a tenth of the device memory.

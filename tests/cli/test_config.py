@@ -26,7 +26,7 @@ def test_defaults_change_nothing():
         ({"context_parallel_size": "2"}, ["context_parallel_size", "'2'", "integer"]),
         (
             {"layout": "zigzak"},
-            ["layout", "'zigzak'", "'zigzag', 'contiguous', 'striped', 'per_document' or 'balanced'"],
+            ["layout", "'zigzak'", "'auto', 'zigzag', 'contiguous', 'striped', 'per_document' or 'balanced'"],
         ),
         ({"tile_tokens": -1}, ["tile_tokens", "-1"]),
         ({"timeout_seconds": float("inf")}, ["timeout_seconds", "finite"]),

@@ -199,7 +199,7 @@ def _lines_of_enable(config):
 def test_enable_says_in_one_line_what_it_did():
     first, second = run_ranks(2, _lines_of_enable, {**CONFIG, "tiled_loss": True})
     assert first == [
-        "ringtile: 2 ranks, 2 ranks share a sequence (zigzag); a step trains on 6 rows: 2 x 1 batches of 3; tiled_loss"
+        "ringtile: 2 ranks, 2 ranks share a sequence (auto); a step trains on 6 rows: 2 x 1 batches of 3; tiled_loss"
     ]
     assert second == []
 

@@ -109,7 +109,8 @@ def test_refuses_chunks() -> None:
 # ---- trainings ----------------------------------------------------------------------------------
 
 ROWS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-OFTEN = ALL | {"per_device_train_batch_size": 4}
+# Rows that begin alike have equal entropies; where a quantile falls on these, rounding would decide.
+OFTEN = ALL | {"per_device_train_batch_size": 4, "top_entropy_quantile": 0.7}
 
 
 def cell(what: str, size: int = 2, long: bool = True, **options: Any) -> Any:
@@ -202,7 +203,7 @@ def test_a_shared_token_is_computed_once() -> None:
     rows = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     paths = _paths(rows, torch.arange(ids.size(1)))
     beginnings = len({tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)})
-    assert shared == beginnings + beginnings % 2  # zigzag pads to two chunks
+    assert shared == beginnings  # balanced pads to one token a rank, and ALONE has one
     assert shared < 0.8 * sum(map(len, paths))
     assert sum(map(len, paths)) < alone == ids.numel()
 

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", metavar="S", help="tokens: 4096, 32K or 1M (binary: 1K is 1024); a run says them")
     plan_model.add_arguments(parser)
     parser.add_argument("--world-size", type=int, metavar="W", help="of one layer: ranks that share the sequence")
-    parser.add_argument("--layout", choices=LAYOUTS, default="zigzag", help="which tokens a rank holds (zigzag)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="auto", help="which tokens a rank holds (auto)")
     parser.add_argument(
         "--mask",
         action="append",

@@ -23,7 +23,7 @@ _SAID = {
     **dict.fromkeys(("tiled_mlp", "tiled_norm", "tiled_loss"), False),
     **{"completion_tokens": None, "generation_rows": None, "reference_model": False},  # of a GRPO step: no file's
     **{"images": None, "image_size": None},  # nor of images
-    **{"engine": "ddp", "layout": "zigzag", "scheme": "ring", "batch": 1},
+    **{"engine": "ddp", "layout": "auto", "scheme": "ring", "batch": 1},
     **{"optimizer": "adamw", "offload_optimizer": False},
 }
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # since transformers 5.23, and before

@@ -19,7 +19,7 @@ import ringtile
 from ringtile.config import Config
 from ringtile.hf.mlp_search import find_mlps
 from ringtile.hf.norm import find_norms
-from ringtile.sequence.layout import PADDED_LIKE
+from ringtile.sequence.layout import PADDED_LIKE, resolved
 from ringtile.sequence.mask import IntervalMask
 
 MAX_TOKENS = 320  # in a check: enough for uneven shards and tiles; float64 scores of all pairs still fit
@@ -89,10 +89,11 @@ def _ring(name: str, mask: IntervalMask, text: Any, config: Config, group: dist.
     """Ring attention forward and backward: out, dq, dk, dv."""
     heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    multiple = ringtile.Layout.multiple(PADDED_LIKE.get(config.layout, config.layout), config.context_parallel_size)
+    named = resolved(config.layout, mask)
+    multiple = ringtile.Layout.multiple(PADDED_LIKE.get(named, named), config.context_parallel_size)
     seq_len = MAX_TOKENS + -MAX_TOKENS % multiple
     mask = mask.padded(seq_len - MAX_TOKENS)
-    layout = ringtile.Layout.of_mask(config.layout, mask, config.context_parallel_size)
+    layout = ringtile.Layout.of_mask(named, mask, config.context_parallel_size)
     shapes = [(1, seq_len, heads, head_dim), *[(1, seq_len, kv_heads, head_dim)] * 2, (1, seq_len, heads, head_dim)]
     q, k, v, gradient = (torch.randn(shape) for shape in shapes)
 

@@ -23,7 +23,7 @@ from ringtile.hf.layers import LayerMask
 from ringtile.hf.masks import chunks_count, mask_of_batch, read
 from ringtile.hf.shared_rows import SharedRows
 from ringtile.sequence.device_mask import to_device
-from ringtile.sequence.layout import PADDED_LIKE, Layout
+from ringtile.sequence.layout import PADDED_LIKE, Layout, resolved
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, transport_of
 
@@ -85,6 +85,7 @@ def shard_batch(
     )
     documents = mask_of_batch(on_host, batch_size, seq_len, reading.positions_separate, causal=False) if given else None
     world_size = transport_of(group).world_size
+    layout = resolved(layout, made)
     padding = -seq_len % Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
     mask = made.padded(padding)
     sequence = ShardedSequence.of(mask, Layout.of_mask(layout, mask, world_size), group, scheme=scheme)

@@ -41,6 +41,7 @@ from ringtile.hf.patches import Patches
 from ringtile.hf.positions import Positions
 from ringtile.hf.seam import Seam
 from ringtile.hf.shared_rows import key_of_tree, share, unfold
+from ringtile.sequence.layout import resolved
 
 if TYPE_CHECKING:
     from ringtile.hf.first_batch import FirstBatch
@@ -67,6 +68,8 @@ class Strategy(abc.ABC):
         self.causal, self.shifts_labels = checks.attends_causally(base), shifts_labels(base)
         self.layers = set(layer_masks(base.config.get_text_config(), self.causal))
         hybrid, speaks = bool(recurrent.mixers(model.text_modules(base))), trainer.args.process_index == 0
+        # States are passed from stretch to stretch, of which a balanced layout makes many.
+        self.layout = resolved(config.layout) if hybrid else config.layout
         self.shares_rows = checks.shares_rows(trainer)
         self.packing = Packing(base, causal=self.causal, hybrid=hybrid, speaks=speaks)
         routers = getattr(base.config.get_text_config(), "output_router_logits", False)
@@ -192,7 +195,7 @@ class Strategy(abc.ABC):
         local, batch = shard_batch(
             given,
             self._reading(),
-            layout=self.config.layout,
+            layout=self.layout,
             group=None if self.proves_whole else self.group.process_group,
             scheme="ring" if self.proves_whole else self.config.context_parallel_scheme,
             attention_kernel=self.config.attention_kernel,

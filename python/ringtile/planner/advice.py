@@ -14,7 +14,7 @@ from ringtile.planner.layer import Plan, plan_of
 from ringtile.planner.setup import Setup
 from ringtile.planner.sizes import Rates
 from ringtile.planner.step import StepMemory, TrainingStep
-from ringtile.sequence.layout import Layout
+from ringtile.sequence.layout import Layout, resolved
 
 _MAX_LOCAL_TOKENS = 2**20  # planned; beyond, memory is a line through what was
 _STEPS = 8  # of the search
@@ -44,7 +44,7 @@ class Seconds(NamedTuple):
 
 def multiple_of(setup: Setup) -> int:
     """What a sequence is padded to a multiple of."""
-    return Layout.multiple(setup.ringtile.layout, setup.ringtile.context_parallel_size)
+    return Layout.multiple(resolved(setup.ringtile.layout), setup.ringtile.context_parallel_size)
 
 
 def longest(step: TrainingStep, memory: int, known: StepMemory) -> Longest:
@@ -148,7 +148,7 @@ def step_seconds(setup: Setup, memory: StepMemory, rates: Rates, hosts: tuple[in
     """
     size, config = setup.ringtile.context_parallel_size, setup.ringtile
     unit = multiple_of(setup)
-    layout = Layout.named(config.layout, -(-memory.seq_len // unit) * unit, size)
+    layout = Layout.named(resolved(config.layout), -(-memory.seq_len // unit) * unit, size)
     scheme = config.context_parallel_scheme if size > 1 else "ring"
     computing, sending = memory.product_flops / rates.flops, 0.0
     for (shape, mask, is_again), count in collections.Counter(memory.attention).items():

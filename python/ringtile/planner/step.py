@@ -50,7 +50,7 @@ from ringtile.planner.live import Live
 from ringtile.planner.setup import Setup
 from ringtile.recurrent import kernels
 from ringtile.recurrent.documents import Documents
-from ringtile.sequence.layout import Layout
+from ringtile.sequence.layout import Layout, resolved
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
@@ -219,7 +219,7 @@ class TrainingStep:
         if self._offload is not None:
             self._offload.host_bytes = 0
         size = setup.ringtile.context_parallel_size
-        layout = Layout.named(setup.ringtile.layout, -(-seq_len // _multiple(setup)) * _multiple(setup), size)
+        layout = Layout.named(resolved(setup.ringtile.layout), -(-seq_len // _multiple(setup)) * _multiple(setup), size)
         mask = IntervalMask.causal(layout.seq_len)
         group = LoopbackGroup(_SilentTransport(size)) if size > 1 else None
         sequence = ShardedSequence(mask, layout, group, scheme=setup.ringtile.context_parallel_scheme)
@@ -461,7 +461,7 @@ class _SilentTransport(LoopbackTransport):
 
 
 def _multiple(setup: Setup) -> int:
-    return Layout.multiple(setup.ringtile.layout, setup.ringtile.context_parallel_size)
+    return Layout.multiple(resolved(setup.ringtile.layout), setup.ringtile.context_parallel_size)
 
 
 # ---- offload ------------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ class _Table:
         owner = owner.clone()
         loads = self.loads(owner)
         users, held = self.users(owner)
+        work, first, last = self.work.tolist(), self.first.tolist(), self.last.tolist()
         target = TOLERANCE * int(loads.sum()) / self.world_size
         for _ in range(_MAX_TRADES):
             busiest = int(loads.argmax())
@@ -113,15 +114,16 @@ class _Table:
             given = self.work[mine][:, None] - self.work[others]
             gain = given.double() * (loads[busiest] - loads[other_ranks] - given)
             cost = self.travel_of_moving(owner, users, held)
-            travel = cost[other_ranks][:, mine].t() + cost[busiest, others]
+            travel = cost[:, mine].t()[:, other_ranks] + cost[busiest, others]
             i, j = divmod(int((gain / (travel.clamp(min=0) + 1)).argmax()), others.numel())
             if gain[i, j] <= 0:
                 break
-            for chunk, giver, receiver in ((mine[i], busiest, other_ranks[j]), (others[j], other_ranks[j], busiest)):
+            other = int(other_ranks[j])
+            for chunk, giver, receiver in ((int(mine[i]), busiest, other), (int(others[j]), other, busiest)):
                 owner[chunk] = receiver
                 for rank, sign in ((giver, -1), (receiver, 1)):
-                    loads[rank] += sign * self.work[chunk]
-                    users[rank, self.first[chunk] : self.last[chunk]] += sign
+                    loads[rank] += sign * work[chunk]
+                    users[rank, first[chunk] : last[chunk]] += sign
                     held[rank, chunk] = sign > 0
         return owner
 

@@ -222,10 +222,11 @@ class Layout:
 
     @classmethod
     def of_mask(cls, name: str, mask: IntervalMask, world_size: int) -> Layout:
-        """Return the layout a configuration names, for this mask: those of `named`, "per_document" or "balanced".
+        """Return the layout a configuration names, for this mask: by `named`, "per_document", "balanced" or "auto".
 
         Documents are those of the mask's first row.
         """
+        name = resolved(name, mask)
         if name == "per_document":
             changes = pad(mask.begin[0].diff() != 0, (1, 0), value=True)
             begins = {0, *mask.begin[0][changes].tolist()}  # 0 where nothing is attended
@@ -288,6 +289,18 @@ class Layout:
 
 def _no_token(rank: int) -> LayoutError:
     return LayoutError(f"rank {rank} holds no token; expected at least one run for every rank")
+
+
+def resolved(name: str, mask: IntervalMask | None = None) -> str:
+    """Return the name of a layout: for "auto" zigzag where each row of the mask is one document or tree, else balanced.
+
+    None: a causal document. All ranks have the same mask, and so the same answer.
+    """
+    if name != "auto" or mask is None:
+        return "zigzag" if name == "auto" else name
+    attends = mask.end > mask.begin
+    first, last = (torch.where(attends, mask.begin, none) for none in (mask.seq_len, -1))
+    return "zigzag" if bool((first.amin(1) >= last.amax(1)).all()) else "balanced"
 
 
 def check_types(mask: object, *layout: object) -> None:
