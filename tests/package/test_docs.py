@@ -4,6 +4,7 @@ import argparse
 import ast
 import fnmatch
 import functools
+import html
 import importlib.util
 import json
 import pathlib
@@ -326,6 +327,38 @@ def module_of(path: str) -> ModuleType:
 def test_picture_is_what_the_script_draws(path: pathlib.Path) -> None:
     """Else: python tools/pictures/draw.py."""
     assert module_of("tools/pictures/draw.py").PICTURES[path.stem]() == path.read_text()
+
+
+def boxes(svg: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+    """Of a picture, (left, top, right, bottom) of each rectangle but the paper, and of each text, as wide as a font may be."""
+    rects, texts = [], []
+    for x, y, width, height in re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', svg)[
+        1:
+    ]:
+        rects.append((float(x), float(y), float(x) + float(width), float(y) + float(height)))
+    for x, y, look, said in re.findall(r'<text x="([\d.]+)" y="([\d.]+)"([^>]*)>([^<]*)</text>', svg):
+        size = float((re.search(r'font-size="(\d+)"', look) or re.match("(13)", "13"))[1])  # type: ignore[index]
+        width, left = 0.56 * size * len(html.unescape(said)), float(x)
+        left -= width if '"end"' in look else width / 2 if '"middle"' in look else 0
+        texts.append((left, float(y) - 0.75 * size, left + width, float(y) + 0.2 * size))
+    return rects, texts
+
+
+def meet(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "pictures").iterdir()), ids=lambda path: path.stem)
+def test_no_text_of_a_picture_crosses_a_bar_or_another_text(path: pathlib.Path) -> None:
+    svg = path.read_text()
+    width, height = map(float, re.search(r'viewBox="0 0 (\d+) (\d+)"', svg).groups())  # type: ignore[union-attr]
+    rects, texts = boxes(svg)
+    for n, text in enumerate(texts):
+        assert text[0] >= 0 and text[1] >= 0 and text[2] <= width and text[3] <= height, text
+        assert not any(meet(text, other) for other in texts[:n]), text
+        for rect in rects:
+            inside = rect[0] <= text[0] and rect[1] <= text[1] and text[2] <= rect[2] and text[3] <= rect[3]
+            assert inside or not meet(text, rect), (text, rect)
 
 
 @pytest.mark.long  # 36 layers; tests/planner compares the planner with trainings

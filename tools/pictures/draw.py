@@ -18,7 +18,9 @@ from torch import Tensor
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "pictures"
-COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb")  # told apart by the color-blind
+# Distinct for the color-blind; white text is readable on all but DARK_TEXT.
+COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#774411")
+DARK_TEXT = ("#ccbb44", "#66ccee", "#bbbbbb")
 GIB = 2**30
 
 
@@ -100,10 +102,12 @@ def masks() -> str:
         "documents & window": IntervalMask.documents([3, 5]) & IntervalMask.sliding_window(8, 2),
         "shared_prefix 3, [2, 3]": IntervalMask.shared_prefix(3, [2, 3]),
         "block_diffusion 4, 2": IntervalMask.block_diffusion(4, 2),
+        "tree": IntervalMask.tree([-1, 0, 1, 1, 0], [2, 2, 1, 1, 2]),
+        "last_keys 2, first 1": IntervalMask.causal(8).last_keys(2, first=1),
     }
-    picture = Picture(860, 400, "Masks: a row is a query, a column a key, and a filled square is attended")
+    picture = Picture(1020, 400, "Masks: a row is a query, a column a key, and a filled square is attended")
     for n, (name, mask) in enumerate(shown.items()):
-        x, y = 20 + n % 5 * 168, 34 + n // 5 * 186
+        x, y = 20 + n % 6 * 168, 34 + n // 6 * 186
         picture.text(x, y - 8, name)
         squares(picture, x, y, 17, [[COLORS[0] if one else "" for one in row] for row in dense(mask).tolist()])
     picture.text(20, 393, "A row is a query, a column a key; filled: the query attends the key.", fill="#555555")
@@ -114,7 +118,7 @@ def layouts() -> str:
     """How layouts deal the rows of a causal mask, and of packed documents, to four ranks."""
     size, ranks, lengths = 32, 4, [20, 4, 8]
     causal, documents = IntervalMask.causal(size), IntervalMask.documents(lengths)
-    picture = Picture(900, 520, "Which rank computes which part of the attention")
+    picture = Picture(900, 540, "Which rank computes which part of the attention")
     for row, (mask, name) in enumerate(((causal, "causal"), (documents, f"documents {lengths}"))):
         picture.text(20, 24 + row * 250, f"{name}: share of the work of each rank", fill="#555555")
         for n, kind in enumerate(("contiguous", "zigzag", "striped", "balanced" if row else "")):
@@ -135,6 +139,8 @@ def layouts() -> str:
                 share = f"{work[rank] / sum(work):.0%}"
                 picture.rect(x + rank * 45, y + 186, 8, 8, COLORS[rank])
                 picture.text(x + rank * 45 + 11, y + 194, share, size=11)
+    said = "A row is a query, a column a key. A color is a rank, rank 0 first; below, its share of the work."
+    picture.text(20, 532, said, fill="#555555")
     return picture.svg()
 
 
@@ -164,11 +170,13 @@ def schemes() -> str:
         picture.text(20, y + 20, name)
         for begin, end, color, text in computes:
             picture.rect(110 + begin * 72, y, (end - begin) * 72 - 1, 28, COLORS[color])
-            picture.text(116 + begin * 72, y + 19, text, fill="white" if color < 3 else "black", size=12)
+            picture.text(
+                116 + begin * 72, y + 19, text, fill="black" if COLORS[color] in DARK_TEXT else "white", size=12
+            )
         for begin, end, text in sends:
             picture.rect(110 + begin * 72, y + 32, (end - begin) * 72 - 1, 16, "#dddddd")
             picture.text(113 + begin * 72, y + 44, text, size=10)
-    said = "Colored: a rank computes. Gray: messages. Time goes right; an illustration, to the scale of no machine."
+    said = "Colored: a rank computes. Gray: messages. Time goes right; not to scale (see ringtile plan)."
     picture.text(20, 344, said, fill="#555555")
     return picture.svg()
 
@@ -186,7 +194,8 @@ def mesh() -> str:
             picture.text(x + 8, y + 42, f"group {host * 2 + group}: one sequence, a ring", size=12)
             for n in range(4):
                 picture.rect(x + 8 + n * 82, y + 50, 74, 26, COLORS[host * 2 + group])
-                picture.text(x + 45 + n * 82, y + 68, f"rank {host * 8 + group * 4 + n}", "middle", "white", 12)
+                color = "black" if COLORS[host * 2 + group] in DARK_TEXT else "white"
+                picture.text(x + 45 + n * 82, y + 68, f"rank {host * 8 + group * 4 + n}", "middle", color, 12)
     said = (
         "Keys travel within a group. Gradients are averaged over all 16 ranks, which share the weights (FSDP2, ZeRO)."
     )
@@ -198,7 +207,7 @@ def entries() -> str:
     """Which entry to take."""
     picture = Picture(900, 330, "Which entry to take")
     rows = [
-        ("Have you a training script?", "no", "copy from examples/, or ringtile train with one YAML file"),
+        ("Do you have a training script?", "no", "a folder of examples/, or ringtile train"),
         ("Does it use a Trainer of transformers or TRL?", "yes", "ringtile.enable(trainer, config)"),
         ("Is it axolotl?", "yes", "the plugin and two keys in its YAML"),
         (
@@ -206,14 +215,15 @@ def entries() -> str:
             "yes",
             "with ringtile.context_parallel(mesh, buffers): ...",
         ),
-        ("Do you write the attention call yourself?", "yes", "ShardedSequence and ring_attention"),
+        ("Anything else: call attention yourself", "", "ShardedSequence and ring_attention"),
     ]
     for n, (question, answer, entry) in enumerate(rows):
         y = 15 + n * 62
         picture.rect(15, y, 370, 38, "#eef3fa", COLORS[0])
         picture.text(200, y + 24, question, "middle")
         picture.arrow(385, y + 19, 500, y + 19)
-        picture.text(440, y + 13, answer, "middle", size=12)
+        if answer:
+            picture.text(440, y + 13, answer, "middle", size=12)
         picture.rect(502, y, 385, 38, COLORS[0])
         picture.text(694, y + 24, entry, "middle", "white")
         if n + 1 < len(rows):
@@ -225,7 +235,7 @@ def entries() -> str:
 def memory() -> str:
     """Planned memory of Qwen3-8B on 8 GPUs: against the length, and by part at 128K."""
     figures = json.loads((pathlib.Path(__file__).parent / "memory.json").read_text())["eight"]
-    picture = Picture(920, 420, "Qwen3-8B on 8 GPUs under FSDP2, planned")
+    picture = Picture(920, 440, "Qwen3-8B on 8 GPUs under FSDP2, planned")
     left, bottom, width, height, low, high = 60, 340, 330, 300, 4.0, 12.0
     lengths = [int(length) for length in next(iter(figures.values()))]
     step = width / (len(lengths) - 1)
@@ -257,31 +267,83 @@ def memory() -> str:
         for color, part in enumerate(parts):
             share = of_lengths["131072"][part] / GIB / top * 380
             if share >= 0.5:
-                picture.rect(round(x, 1), y + 13, round(share, 1), 18, COLORS[color % len(COLORS)])
+                picture.rect(round(x, 1), y + 13, round(share, 1), 18, COLORS[color])
             x += share
         total = sum(of_lengths["131072"][part] for part in parts) / GIB
         picture.text(round(x, 1) + 5, y + 27, f"{total:.0f}", size=11)
     for color, part in enumerate(parts):
-        picture.rect(480 + color % 4 * 108, 310 + color // 4 * 18, 10, 10, COLORS[color % len(COLORS)])
-        picture.text(494 + color % 4 * 108, 319 + color // 4 * 18, part, size=11)
-    said = "Figures of ringtile plan, not measured; each key is added to those above it."
-    picture.text(480, 366, said, fill="#555555", size=11)
+        picture.rect(480 + color % 4 * 108, 366 + color // 4 * 18, 10, 10, COLORS[color])
+        picture.text(494 + color % 4 * 108, 375 + color // 4 * 18, part, size=11)
+    said = "Planned (keep_attention: false), not measured; each key is added to those above it."
+    picture.text(60, 428, said, fill="#555555", size=11)
     return picture.svg()
 
 
 def speeds() -> str:
     """Bars of the first table of docs/guide/performance.md: another backend's time over ringtile's."""
     table = (ROOT / "docs" / "guide" / "performance.md").read_text().split("## Attention")[1]
-    found = re.findall(r"^\| ([^|]*) \| [^|]* \| `(\w+)` \| [\d.]* \| ([\d.]+) \|$", table, re.MULTILINE)
-    picture = Picture(800, 40 + 24 * len(found), "Attention on a CPU: the other backend's time over ringtile's")
-    picture.text(15, 22, "Forward and backward on a CPU: the other backend's time over ringtile's (1 = as fast)")
-    for n, (case, against, ratio) in enumerate(found):
-        y, length = 34 + n * 24, math.log2(float(ratio) * 2) * 75
-        picture.text(15, y + 14, f"{case}", size=12)
+    found = re.findall(r"^\| ([^|]*) ?\| [^|]*\| `(\w+)` \| [\d.]* \| ([\d.]+) \|$", table, re.MULTILINE)
+    picture = Picture(860, 90 + 24 * len(found), "Attention on a CPU: the other backend's time over ringtile's")
+    picture.text(
+        15, 22, "Forward and backward: the other backend's time over ringtile's (right of 1, ringtile is faster)"
+    )
+    left, octave, bottom = 440.0, 80, 40 + 24 * len(found)
+
+    def place(ratio: float) -> float:
+        return round(left + math.log2(ratio) * octave, 1)
+
+    for power in range(5):
+        picture.line([(place(2**power), 32), (place(2**power), bottom)], "#e4e4e4")
+        picture.text(place(2**power), bottom + 14, f"{2**power}", "middle", size=11)
+    case = ""
+    for n, (name, against, ratio) in enumerate(found):
+        case, y, end = name.strip() or case, 34 + n * 24, place(float(ratio))
+        picture.text(15, y + 14, case, size=12)
         picture.text(235, y + 14, against, size=12)
-        picture.rect(370, y + 2, round(length, 1), 16, COLORS[0] if float(ratio) >= 1 else COLORS[1])
-        picture.text(376 + round(length, 1), y + 14, ratio, size=12)
-    picture.line([(445, 30), (445, 36 + 24 * len(found))], "black", 1, "3,3")
+        fair = COLORS[6] if against == "torch_mask" else COLORS[0] if float(ratio) >= 1 else COLORS[1]
+        picture.rect(min(left, end), y + 2, round(abs(end - left), 1), 16, fair)
+        picture.text(max(left, end) + 6, y + 14, ratio, size=12)
+    picture.line([(left, 30), (left, bottom)], "black", 1, "3,3")
+    said = "Case, dtype, tokens, kv heads, head dim. Gray: a boolean mask. AMD EPYC (Zen 4), 2 threads, November 2026;"
+    picture.text(15, bottom + 31, said, fill="#555555", size=11)
+    said = "torch 2.13. Not measured: CPUs with AMX, where torch's bf16 is much faster than here, and GPUs."
+    picture.text(15, bottom + 46, said, fill="#555555", size=11)
+    return picture.svg()
+
+
+def step() -> str:
+    """One training step of two ranks that share a sequence, from the batch to the engine."""
+    picture = Picture(900, 520, "A training step on two ranks")
+    for rank in range(2):
+        picture.text(90 + rank * 470, 24, f"rank {rank}")
+    stages: list[tuple[str, str]] = [
+        ("batch (B, S): the same on both ranks, checksums compared", "#eef3fa"),
+        ("labels shifted, positions and mask made; sharded: (B, N)", COLORS[0]),
+        ("embeddings, norms, projections of local tokens", COLORS[2]),
+        ("ring attention: local queries, one block of keys after the other", COLORS[5]),
+        ("tiled MLP: one tile of local tokens at a time", COLORS[2]),
+        ("tiled loss: sum over local targets / targets of all ranks", COLORS[2]),
+        ("backward: the same rounds; dk, dv go back to their owner", COLORS[5]),
+    ]
+    for n, (text, color) in enumerate(stages):
+        y = 36 + n * 58
+        for rank in range(2):
+            x = 15 + rank * 470
+            picture.rect(x, y, 400, 34, color, COLORS[0])
+            picture.text(x + 200, y + 21, text, "middle", "black" if n == 0 else "white", 11)
+            if n + 1 < len(stages):
+                picture.arrow(x + 200, y + 34, x + 200, y + 57)
+        if color == COLORS[5]:
+            picture.arrow(417, y + 12, 483, y + 12)
+            picture.arrow(483, y + 24, 417, y + 24)
+            picture.text(450, y - 4, "k, v" if n == 3 else "k, v, dk, dv", "middle", size=11)
+    picture.rect(15, 446, 870, 34, "#444444")
+    said = "engine (DDP, FSDP2, ZeRO): averages the gradients of the weights over all ranks; the step of one process"
+    picture.text(450, 467, said, "middle", "white", 12)
+    for rank in range(2):
+        picture.arrow(215 + rank * 470, 418, 215 + rank * 470, 445)
+    said = "Blue: once per batch. Green: nothing travels. Purple: keys, values and gradients travel meanwhile."
+    picture.text(15, 508, said, fill="#555555", size=12)
     return picture.svg()
 
 
@@ -289,7 +351,7 @@ def loss() -> str:
     """Losses of `make train` on two ranks and in one process (loss.json), and their relative difference."""
     runs = json.loads((pathlib.Path(__file__).parent / "loss.json").read_text())
     ranks, one = runs["losses"], runs["losses_single"]
-    picture = Picture(760, 360, "Two ranks and one process: the same losses")
+    picture = Picture(760, 374, "Two ranks and one process: the same losses")
     left, width = 70, 670
     places = [left + n * width / (len(ranks) - 1) for n in range(len(ranks))]
     low, high = min(ranks), max(ranks)
@@ -297,12 +359,14 @@ def loss() -> str:
     def place(value: float) -> float:
         return 200 - (value - low) / (high - low) * 160
 
-    picture.text(15, 22, "make train: the loss of 30 steps, on two ranks (wide) and in one process (narrow)")
+    picture.text(15, 22, "make train: the loss of 30 steps, on two ranks (wide line) and in one process (narrow line)")
     for value in (low, high):
         picture.text(left - 8, place(value) + 4, f"{value:.2f}", "end", size=11)
     picture.line([*zip(places, map(place, ranks), strict=True)], COLORS[4], 6)
     picture.line([*zip(places, map(place, one), strict=True)], COLORS[1], 1.5)
-    picture.text(15, 236, "their relative difference; the dashed line is the limit of --compare, 1e-6")
+    picture.text(
+        15, 236, "their relative difference (0 is drawn at 1e-9); the dashed line is the limit of --compare, 1e-6"
+    )
 
     def below(difference: float) -> float:
         return 340 - (math.log10(max(difference, 1e-9)) + 9) / 3.2 * 90
@@ -312,11 +376,13 @@ def loss() -> str:
     picture.line([(left, below(1e-6)), (left + width, below(1e-6))], "black", 1, "5,4")
     differences = [abs(a - b) / abs(b) for a, b in zip(ranks, one, strict=True)]
     picture.line([*zip(places, map(below, differences), strict=True)], COLORS[0], 1.5)
+    for step in (1, 10, 20, 30):
+        picture.text(places[step - 1], 364, f"step {step}", "middle" if step < 30 else "end", size=11)
     return picture.svg()
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    one.__name__: one for one in (masks, layouts, schemes, mesh, entries, memory, speeds, loss)
+    one.__name__: one for one in (masks, layouts, schemes, mesh, entries, step, memory, speeds, loss)
 }
 
 if __name__ == "__main__":
