@@ -330,7 +330,7 @@ def test_picture_is_what_the_script_draws(path: pathlib.Path) -> None:
 
 
 def boxes(svg: str) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
-    """Of a picture, (left, top, right, bottom) of each rectangle but the paper, and of each text, as wide as a font may be."""
+    """Of a picture, (left, top, right, bottom) of each rectangle but the paper, and of each text, in a wide font."""
     rects, texts = [], []
     for x, y, width, height in re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', svg)[
         1:
@@ -354,7 +354,9 @@ def test_no_text_of_a_picture_crosses_a_bar_or_another_text(path: pathlib.Path) 
     width, height = map(float, re.search(r'viewBox="0 0 (\d+) (\d+)"', svg).groups())  # type: ignore[union-attr]
     rects, texts = boxes(svg)
     for n, text in enumerate(texts):
-        assert text[0] >= 0 and text[1] >= 0 and text[2] <= width and text[3] <= height, text
+        assert min(text) >= 0, text
+        assert text[2] <= width, text
+        assert text[3] <= height, text
         assert not any(meet(text, other) for other in texts[:n]), text
         for rect in rects:
             inside = rect[0] <= text[0] and rect[1] <= text[1] and text[2] <= rect[2] and text[3] <= rect[3]
