@@ -93,6 +93,8 @@ class Config(Section):
     tile_tokens: Count = 16384  # tokens per tile, of the MLP, the norms and the loss
     tiled_loss: bool = False
     loss_tile_tokens: Count | None = None  # tokens per tile of the loss, instead of what its device is given
+    stream: bool = False  # run layers on chunks of tokens: ringtile/hf/stream.py
+    stream_tokens: Count = 16384  # tokens of a chunk
     shared_prefix: bool = False  # compute what rows of a batch begin alike with once: ringtile/hf/shared_rows.py
     activation_offloading: bool = False  # keep the inputs of checkpointed layers in host memory
     first_batch_check: bool = True  # compare the ranks with one process on the first batch: ringtile/hf/first_batch.py
@@ -102,7 +104,12 @@ class Config(Section):
     def asks(self) -> bool:
         """Whether a Trainer trains otherwise than without ringtile."""
         tiled = self.tiled_mlp or self.tiled_norm or self.tiled_loss
-        return self.context_parallel_size > 1 or self.shared_prefix or tiled or self.activation_offloading
+        return self.attends or tiled or self.activation_offloading
+
+    @property
+    def attends(self) -> bool:
+        """Whether attention is ringtile's."""
+        return self.context_parallel_size > 1 or self.shared_prefix or self.stream
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:
@@ -117,6 +124,15 @@ class Config(Section):
             raise ValueError(
                 f"tile_tokens is {self.tile_tokens} but nothing is tiled; set tiled_mlp: true, tiled_norm: true or "
                 f"tiled_loss: true, or remove tile_tokens"
+            )
+        if "stream_tokens" in given and not self.stream:
+            raise ValueError(
+                f"stream_tokens is {self.stream_tokens} but stream is false; set stream: true or remove stream_tokens"
+            )
+        if self.stream and self.activation_offloading:
+            raise ValueError(
+                "stream and activation_offloading are true, but streamed layers have no checkpoint, whose input could "
+                "wait in host memory; expected one of the two"
             )
         if self.loss_tile_tokens is not None and not self.tiled_loss:
             raise ValueError(

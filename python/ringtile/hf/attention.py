@@ -30,11 +30,12 @@ from ringtile.hf.layers import is_causal, mask_of_layer
 from ringtile.hf.shared_rows import key_of_tree
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
+from ringtile.stream.attend import running_chunk
 
 NAME = "ringtile"
 DROPOUT = "ringtile_attention_dropout"  # the attribute of an attention module that knows what it drops
 _INTERVALS = "ringtile_intervals"  # the attribute of a mask that holds it as intervals
-_SEQUENCE = "ringtile_sequence"  # the attribute of an empty mask that holds the sequence under the mask that was drawn
+SEQUENCE = "ringtile_sequence"  # the attribute of an empty mask that holds the sequence under the mask that was drawn
 
 # Keyword arguments of an attention function that ringtile computes.
 _COMPUTED = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"})
@@ -95,7 +96,7 @@ def hidden_mask(name: str, mask: Any, batch: ShardedBatch, num_rows: int, device
             f"interval; expected a mask of transformers' masking_utils"
         )
     padding = batch.sequence.seq_len - batch.seq_len
-    setattr(empty, _SEQUENCE, batch.sequence.with_mask((drawn & batch.documents).padded(padding)))
+    setattr(empty, SEQUENCE, batch.sequence.with_mask((drawn & batch.documents).padded(padding)))
     batch.draws_masks = True
     return empty
 
@@ -138,11 +139,13 @@ def attention_forward(
             f"{type(module).__name__} uses attention dropout {probability} where ringtile does not count it; expected "
             f"a training step, of a model whose config had a rate of attention dropout at ringtile.enable: set it to 0"
         )
-    batch.attention_calls += 1
+    chunk = running_chunk()
+    batch.attention_calls += chunk is None or chunk.tokens.start == 0  # a streamed layer counts once
     keep.called_by(module)
     query = temperature.scaled(module, query, batch)
     query, key, value = (as_autocast(x) for x in (query, key, value))
-    out = ring_attention(
+    attend = ring_attention if chunk is None else chunk.attend
+    out = attend(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
@@ -162,7 +165,7 @@ def _sequence_of(
     """The batch as this layer attends it: by a mask that the model has drawn, window included, or by its own window."""
     if not batch.draws_masks:
         return batch.narrowed(mask_of_layer(module, options))
-    drawn = getattr(attention_mask, _SEQUENCE, None)
+    drawn = getattr(attention_mask, SEQUENCE, None)
     if drawn is None:
         raise RefusedError(
             f"{type(module).__name__} got no mask of those that its model has drawn; expected one for every layer"

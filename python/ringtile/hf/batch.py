@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -174,22 +174,34 @@ class _Keeping:
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kept = _Kept(function)
-        kept.batch, kept.results = active_batch(), contextlib.nullcontext
-        if kept.batch is not None and kept.batch.room is not None and torch.is_grad_enabled():
-            kept.results = keep.Kept(kept.batch.room).running
+        kept.inside = as_now()
         return self.checkpoint(kept, *args, **kwargs)
 
 
 class _Kept(functools.partial[Any]):
     """A call of a layer, with its batch; a partial, in which checkpoint functions of other libraries find the layer."""
 
-    batch: ShardedBatch | None
-    results: Callable[[], AbstractContextManager[None]]
+    inside: Callable[[], AbstractContextManager[None]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.inside():
+            return super().__call__(*args, **kwargs)
+
+
+def as_now() -> Callable[[], AbstractContextManager[None]]:
+    """Return what to enter around something that runs now, and again in the backward: it brings the batch that is
+    active now, and what attention and recurrences gave at first, as far as the batch has room for it."""
+    batch, results = active_batch(), cast("Callable[[], AbstractContextManager[None]]", contextlib.nullcontext)
+    if batch is not None and batch.room is not None and torch.is_grad_enabled():
+        results = keep.Kept(batch.room).running
+
+    @contextlib.contextmanager
+    def inside() -> Iterator[None]:
         kept, _inside.kept = _inside.kept, True
         try:
-            with active(self.batch), self.results():
-                return super().__call__(*args, **kwargs)
+            with active(batch), results():
+                yield
         finally:
             _inside.kept = kept
+
+    return inside

@@ -228,7 +228,9 @@ class CountedDropout(TrainerCallback):
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def dropout_of(query: Tensor, probability: float) -> AttentionDropout | None:
             tokens, recomputes = self._tokens_now()
-            if tokens is None or (query.size(0), query.size(2)) != tokens.shape:
+            tile = running_tile()
+            shape = None if tokens is None else tokens.shape if tile is None else tile.shape
+            if tokens is None or (query.size(0), query.size(2)) != shape:
                 return None
             call = _call_number(name, layer, tokens, recomputes)
             rows = tokens.places.view(*tokens.shape, 2)[:, 0, 0].contiguous()
@@ -263,7 +265,7 @@ def _places_of(name: str, x: Tensor, tokens: _Tokens) -> Tensor | None:
     """The places of the tokens of x; None where they are not known and one process may draw as torch does."""
     tile = running_tile()
     places = tokens.places if tile is None else tokens.places[tile.tokens]
-    leading = tokens.shape if tile is None else (1, places.size(0))
+    leading = tokens.shape if tile is None else tile.shape
     if (x.dim() == 3 and x.shape[:2] == leading) or (x.dim() == 2 and x.size(0) == places.size(0)):
         return places
     if not tokens.is_sharded:
@@ -281,8 +283,10 @@ def _call_number(name: str, layer: nn.Module | None, tokens: _Tokens, recomputes
     calls = region.of if tile is None else tile.calls
     call = calls.get(name, 0)
     calls[name] = call + 1
-    key = (name, -1 if tile is None else tile.tokens.start)
+    key = (name, -1 if tile is None else tile.start)
     if not recomputes:
+        if tile is not None and tile.repeats and call < tokens.totals.get(key, 0):
+            return call
         if call != tokens.totals.get(key, 0):
             raise RefusedError(
                 f"{name} runs again on the same tokens, in a layer that the model runs more than once; expected each "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
@@ -18,30 +19,33 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, Trainer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.output_capturing import _active_collector
 
 from ringtile.attn.attention import ring_attention
-from ringtile.errors import InputError, RefusedError, shown
+from ringtile.config import Config
+from ringtile.errors import ConfigError, InputError, RefusedError, shown
 from ringtile.hf import attention, checks, temperature
+from ringtile.hf.batch import CHECKPOINTING, active_batch, as_now
 from ringtile.hf.drawn_masks import intervals_of
 from ringtile.hf.families import CACHES, MIXERS, UNKNOWN_RECURRENCES, WHOLE_SEQUENCES
 from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.mlp import RecordingForward, TiledForward, gather_as_one, own_forward
 from ringtile.hf.model import base_model, text_modules
+from ringtile.hf.parallelism import deepspeed_shards_sequences
 from ringtile.hf.patches import Patches
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.stream.attend import WHOLE, running_chunk
+from ringtile.stream.attend import WHOLE, attends_no_later_chunk, running_chunk
 from ringtile.stream.layer import Rest, run_chunks
 from ringtile.tiled.mlp import check_parts
 from ringtile.tiled.tiles import tile_limit
 
+logger = logging.getLogger("ringtile")
 NAME = "ringtile_stream"
-# Attributes of an empty mask: the sequence under the mask that was drawn, and that with documents apart.
-_DRAWN, _PACKED = "ringtile_drawn", "ringtile_packed"
+_PACKED = "ringtile_packed"  # the attribute of an empty mask that holds its sequence with documents apart
 # Where the arguments of layers have their tokens; tensors of other names are refused.
 _TOKEN_DIMS = {"position_embeddings": -2, "position_ids": -1, "per_layer_input": 1}
 _CACHES = (*CACHES, "layer_past")
@@ -60,6 +64,22 @@ def stream_layers(model: nn.Module, stream_tokens: int = 16384) -> Patches:
     attention through transformers' AttentionInterface; raised in the forward too, for what only shows there.
     """
     return Patches.of(lambda patches: _stream(model, stream_tokens, patches))
+
+
+def install_stream(trainer: Trainer, base: PreTrainedModel, config: Config, patches: Patches) -> None:
+    """`stream: true`. Attention is that of the Trainer's group, of one rank or more. ConfigError, RefusedError."""
+    if trainer.args.torch_compile:
+        raise ConfigError(
+            f"stream is true and {type(trainer).__name__} uses torch_compile; expected one of the two: the loop over a "
+            f"layer's chunks is no graph"
+        )
+    if deepspeed_shards_sequences(trainer.accelerator):
+        raise ConfigError(
+            "stream is true and DeepSpeed shards the sequences, by attention of its own; expected one of the two"
+        )
+    if getattr(trainer.args, CHECKPOINTING) and trainer.args.process_index == 0:
+        logger.info(f"stream: {CHECKPOINTING} has no effect on streamed layers, which run again in the backward anyway")
+    install(base, config.stream_tokens, patches)
 
 
 def _stream(model: nn.Module, stream_tokens: int, patches: Patches) -> None:
@@ -101,8 +121,7 @@ def _check(base: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
     model, config = type(base).__name__, base.config.get_text_config()
     if not layers:
         raise RefusedError(f"{model} has no layer of transformers' GradientCheckpointingLayer: {WHOLE}")
-    if not checks.attends_causally(base):
-        raise RefusedError(f"{model} is bidirectional; a streamed layer attends no later chunk: {WHOLE}")
+    checks.attends_causally(base)
     if getattr(config, "num_kv_shared_layers", 0):
         raise RefusedError(f"{model} shares keys and values between layers (num_kv_shared_layers): {WHOLE}")
     checks.refuse_modules(base, WHOLE_SEQUENCES)
@@ -140,11 +159,18 @@ class _StreamedLayer(TiledForward):
         args, kwargs = (), dict([*given.items()][1:])
         rest = self._rest(kwargs, x)
         tokens = min(self.tokens, limit or self.tokens)
+        batch, sequence = active_batch(), getattr(given.get("attention_mask"), attention.SEQUENCE, None)
+        if batch is not None and sequence is None:
+            sequence = batch.sequence
+        how: dict[str, Any] = {
+            "one_pass": sequence is None or attends_no_later_chunk(sequence, tokens),
+            "inside": as_now(),
+        }
         recorded = _active_collector.get()  # type: ignore[no-untyped-call]
         if not recorded:
-            return run_chunks(self.name, module, self._uncheckpointed, x, rest, tokens)
+            return run_chunks(self.name, module, self._uncheckpointed, x, rest, tokens, **how)
         forward = RecordingForward(self._uncheckpointed, [key for key in recorded if not key.startswith("_")])
-        return forward.deliver(run_chunks(self.name, module, forward, x, rest, tokens), recorded)
+        return forward.deliver(run_chunks(self.name, module, forward, x, rest, tokens, **how), recorded)
 
     def _uncheckpointed(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward, without its checkpoint: it runs again anyway."""
@@ -197,7 +223,7 @@ def draw_mask(**kwargs: Any) -> Tensor | None:
         rows = padding.size(0)
         mask = mask & mask_of_batch({"attention_mask": padding.long()}, rows, seq_len, causal=False)
     empty = attention.empty_mask(kwargs["batch_size"], kwargs["device"])
-    setattr(empty, _DRAWN, ShardedSequence.of(mask, Layout.contiguous(seq_len, 1)))
+    setattr(empty, attention.SEQUENCE, ShardedSequence.of(mask, Layout.contiguous(seq_len, 1)))
     return empty
 
 
@@ -237,7 +263,7 @@ def attend(
 def _sequence_of(mask: Tensor | None, options: dict[str, Any]) -> ShardedSequence | None:
     """The sequence under the mask that was drawn, its documents apart where cu_seq_lens_q says so, as flash-attention
     keeps them; None: ringtile has drawn none."""
-    drawn, offsets = getattr(mask, _DRAWN, None), options.get("cu_seq_lens_q")
+    drawn, offsets = getattr(mask, attention.SEQUENCE, None), options.get("cu_seq_lens_q")
     if drawn is None or offsets is None:
         return cast("ShardedSequence | None", drawn)
     if not hasattr(mask, _PACKED):

@@ -30,6 +30,7 @@ from ringtile.hf.patches import Patches
 from ringtile.hf.peers import Peers
 from ringtile.hf.rollouts import LossOnRollouts, generates
 from ringtile.hf.strategy import Strategy
+from ringtile.hf.stream import install_stream
 from ringtile.transport.groups import transport_of
 
 logger = logging.getLogger("ringtile")
@@ -117,6 +118,8 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
         install_tiled_norm(base, config.tile_tokens, patches)
     if config.tiled_loss:
         install_tiled_loss(base, config, patches)
+    if config.stream:
+        install_stream(trainer, base, config, patches)
     if config.activation_offloading:
         check_offload(trainer.args)
         offload = OffloadActivations()
@@ -125,9 +128,7 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
     group, first_batch = None, None
     if config.shared_prefix:
         checks.check_shared_prefix(trainer, base)
-    if (config.context_parallel_size > 1 or config.shared_prefix) and not deepspeed_shards_sequences(
-        trainer.accelerator
-    ):
+    if config.attends and not deepspeed_shards_sequences(trainer.accelerator):
         strategy = _shard(trainer, base, config, patches)
         if config.first_batch_check:
             first_batch = FirstBatch(strategy)
@@ -178,7 +179,11 @@ def _attach_callbacks(
 def _summary(trainer: Trainer, config: Config) -> str:
     """What was enabled, on one line."""
     args, size = trainer.args, config.context_parallel_size
-    on = [key for key in ("tiled_mlp", "tiled_norm", "tiled_loss", "activation_offloading") if getattr(config, key)]
+    on = [
+        key
+        for key in ("stream", "tiled_mlp", "tiled_norm", "tiled_loss", "activation_offloading")
+        if getattr(config, key)
+    ]
     forward = model.base_model(trainer.model).forward
     if config.tiled_loss and "fused_lm_head" in inspect.signature(forward, follow_wrapped=False).parameters:
         on[on.index("tiled_loss")] = "tiled_loss without effect, since TRL's own head runs in tiles"

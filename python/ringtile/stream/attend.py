@@ -1,39 +1,93 @@
-"""Attention inside a layer that runs on one chunk of tokens at a time, where no query attends a later chunk.
+"""Attention inside a layer that runs on one chunk of tokens at a time.
+
+One pass, where one rank holds the sequence and no query attends a later chunk:
 
     forward    chunks in order: each appends its keys and values, and attends all so far
     backward   keys and values of all chunks are made again; then chunks in reverse: when one is differentiated, all
                later ones have added their parts to its dk and dv, so that its q, k and v go back through one graph
 
-Shape letters: B batch, S tokens, t tokens of the chunk, H query heads, G kv heads, D head dim, Dv value head dim.
+Two passes, for any mask and any number of ranks:
+
+    forward    A, up to attention: q, k and v of all chunks; attention of all tokens; B: each chunk goes on with its out
+    backward   A and attention again; B with gradients, which gives dout; attention's backward; A with gradients
+
+Shape letters: B batch, S tokens, N tokens of a rank, t tokens of the chunk, H query heads, G kv heads, D head dim,
+Dv value head dim.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from ringtile import ops
+from ringtile import keep, ops
 from ringtile.attn import choose, ring
+from ringtile.attn.attention import ring_attention
 from ringtile.attn.backend import Final, Gradients, Running
 from ringtile.attn.call import AttentionCall, AttentionDropout, check_options, check_tensors
 from ringtile.errors import RefusedError
 from ringtile.sequence.rounds import Queries, Round
 from ringtile.sequence.sharded import ShardedSequence
+from ringtile.tiled.tiles import on_chunk
 
 WHOLE = "leave the layer whole (stream: false)"  # what to do; ends a message
 
-Pass = Literal["forward", "keys", "backward"]
+
+class EndedError(BaseException):
+    """Ends a run of a layer at its attention. Not an Exception, which a model might catch."""
 
 
-class KeysMadeError(BaseException):
-    """Ends a run that is to make the keys of a chunk only. Not an Exception, which a model might catch."""
+@dataclass(eq=False)
+class Chunk(abc.ABC):
+    """One chunk of a layer's tokens, of which it has so many, at work."""
+
+    tokens: slice
+    num_tokens: int
+    num_calls: int = field(default=0, init=False)  # of attention so far
+    repeats: ClassVar[bool] = False  # what another chunk has run on these tokens, in this pass
+
+    @contextlib.contextmanager
+    def running(self, batch: int) -> Iterator[None]:
+        """The layer runs inside, on so many rows."""
+        token = _running.set(self)
+        try:
+            with on_chunk(batch, self.num_tokens, self.tokens, self.repeats):
+                yield
+        finally:
+            _running.reset(token)
+
+    @abc.abstractmethod
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sequence: ShardedSequence, *, sinks: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """`ring_attention` of a chunk's q (B, t, H, D), k (B, t, G, D), v (B, t, G, Dv) -> (B, t, H, Dv)."""
+
+    def _check(self, q: Tensor, k: Tensor, sequence: ShardedSequence) -> None:
+        begin, end = self.tokens.start, self.tokens.stop
+        if sequence.local_len != self.num_tokens or not q.size(1) == k.size(1) == end - begin:
+            raise RefusedError(
+                f"a streamed layer attends with {q.size(1)} queries and {k.size(1)} keys in tokens {begin}..{end} of "
+                f"{self.num_tokens}, in a sequence of {sequence.local_len}; expected each token's own: {WHOLE}"
+            )
+
+
+_running: contextvars.ContextVar[Chunk | None] = contextvars.ContextVar("running", default=None)
+
+
+def running_chunk() -> Chunk | None:
+    """The chunk on which a layer runs now, in this thread."""
+    return _running.get()
+
+
+# ---- one pass: no query attends a later chunk ---------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -47,62 +101,32 @@ class Keys:
 
 
 @dataclass(eq=False)
-class Chunk:
-    """One chunk of a layer at work. keys: of the layer's calls of attention, the same in all chunks."""
+class CausalChunk(Chunk):
+    """Attends all keys so far. keys: of the layer's calls of attention, the same in all chunks."""
 
-    tokens: slice
-    seq_len: int
-    what: Pass
+    what: Literal["forward", "keys", "backward"]
     keys: list[Keys]
     ends_after: int = 0  # calls of attention: of a run that makes keys only
-    num_calls: int = 0  # so far
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """The layer runs inside."""
-        token = _running.set(self)
-        try:
-            yield
-        finally:
-            _running.reset(token)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sequence: ShardedSequence,
-        *,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-        dropout: AttentionDropout | None = None,
-        attention_kernel: str = "auto",
+        self, q: Tensor, k: Tensor, v: Tensor, sequence: ShardedSequence, *, sinks: Tensor | None = None, **options: Any
     ) -> Tensor:
-        """`ring_attention` of a chunk's q (B, t, H, D), k (B, t, G, D), v (B, t, G, Dv) -> (B, t, H, Dv).
-
-        RefusedError: the mask lets a query attend keys of a later chunk.
-        """
-        scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
-        check_tensors(q, k, v, scale, softcap, sinks, None if dropout is None else dropout.rows)
-        sequence.check_call("q", q)
-        begin, end = self.tokens.start, self.tokens.stop
-        if sequence.seq_len != self.seq_len or not q.size(1) == k.size(1) == end - begin:
-            raise RefusedError(
-                f"a streamed layer attends with {q.size(1)} queries and {k.size(1)} keys in tokens {begin}..{end} of "
-                f"{self.seq_len}, under a mask of {sequence.seq_len}; expected each token's own: {WHOLE}"
-            )
+        self._check(q, k, sequence)
+        call = _call_of(q, k, v, sequence, sinks, **options)
         index, self.num_calls = self.num_calls, self.num_calls + 1
         if self.what != "backward":
             self._append(index, k, v)
         if self.what == "keys" and self.num_calls == self.ends_after:
-            raise KeysMadeError
-        in_numbers = None if sinks is None else sinks.detach().to(ops.state_dtype(q.dtype))
-        call = AttentionCall(
-            sequence, scale, softcap, attention_kernel, in_numbers, dropout and dropout.in_numbers(), returns_lse=False
-        )
+            raise EndedError
         out: Tensor = _Attend.apply(q, k, v, sinks, call, self, self.keys[index])  # type: ignore[no-untyped-call]
         return out
+
+    def slot(self, q: Tensor, v: Tensor) -> keep.Slot | None:
+        """Where the layer keeps out and lse of this call; None: they are computed again in the backward."""
+        if self.what == "keys":
+            return None
+        num_bytes = q.shape[:3].numel() * (v.size(3) * v.itemsize + 8)
+        return keep.slot(("stream", self.tokens.start, self.num_calls), num_bytes)
 
     def _append(self, index: int, k: Tensor, v: Tensor) -> None:
         if index == len(self.keys):
@@ -112,17 +136,41 @@ class Chunk:
                     f"{self.tokens.stop}, and fewer before; expected the same in all chunks: {WHOLE}"
                 )
             # Zeros: where rows are not sliced, keys that are not there yet are read, with a weight of 0.
-            self.keys.append(Keys(*(x.new_zeros(x.size(0), self.seq_len, *x.shape[2:]) for x in (k, v))))
+            self.keys.append(Keys(*(x.new_zeros(x.size(0), self.num_tokens, *x.shape[2:]) for x in (k, v))))
         held = self.keys[index]
         held.k[:, self.tokens], held.v[:, self.tokens] = k.detach(), v.detach()
 
 
-_running: contextvars.ContextVar[Chunk | None] = contextvars.ContextVar("running", default=None)
+def _call_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequence: ShardedSequence,
+    sinks: Tensor | None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: AttentionDropout | None = None,
+    attention_kernel: str = "auto",
+) -> AttentionCall:
+    """The call, checked. InputError."""
+    scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
+    check_tensors(q, k, v, scale, softcap, sinks, None if dropout is None else dropout.rows)
+    sequence.check_call("q", q)
+    in_numbers = None if sinks is None else sinks.detach().to(ops.state_dtype(q.dtype))
+    drop = None if dropout is None else dropout.in_numbers()
+    return AttentionCall(sequence, scale, softcap, attention_kernel, in_numbers, drop, returns_lse=False)
 
 
-def running_chunk() -> Chunk | None:
-    """The chunk on which a layer runs now, in this thread."""
-    return _running.get()
+def _forward(call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """out (B, t, H, Dv) of q's dtype, lse (B, H, t), as `ring.forward` of one round."""
+    state = ops.state_dtype(q.dtype)
+    out, lse = ring.empty_outputs(q, v, state)
+    if call.sinks is not None:
+        out.zero_()
+        lse.copy_(call.sinks[None, :, None])
+    rounded = torch.empty_like(out, dtype=q.dtype) if state != q.dtype else None
+    choose.forward(call, round, q, k, v, Running(out, lse, fresh=call.sinks is None, rounded=rounded))
+    return out if rounded is None else rounded, lse
 
 
 class _Attend(torch.autograd.Function):
@@ -130,22 +178,25 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall, chunk: Chunk, keys: Keys
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        call: AttentionCall,
+        chunk: CausalChunk,
+        keys: Keys,
     ) -> Tensor:
         at, round = _round_of(call.sequence, chunk, q)
-        state = ops.state_dtype(q.dtype)
-        out, lse = ring.empty_outputs(q, v, state)
-        if call.sinks is not None:  # as in the ring
-            out.zero_()
-            lse.copy_(call.sinks[None, :, None])
-        rounded = torch.empty_like(out, dtype=q.dtype) if state != q.dtype else None
-        running = Running(out, lse, fresh=call.sinks is None, rounded=rounded)
-        choose.forward(call, round, q, keys.k[:, at], keys.v[:, at], running)
-        out = out if rounded is None else rounded
+        slot = chunk.slot(q, v)
+        kept = None if slot is None or chunk.what == "forward" else slot.take()
+        out, lse = _forward(call, round, q, keys.k[:, at], keys.v[:, at]) if kept is None else kept[0]
         if chunk.what == "backward":
             ctx.save_for_backward(q, sinks, out, lse)
             ctx.call, ctx.tokens, ctx.keys, ctx.at, ctx.round = call, chunk.tokens, keys, at, round
-        return out
+        elif slot is not None:
+            slot.fill((out, lse), 0)
+        return out if kept is None else out.detach()  # not an output of this node yet
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -167,12 +218,13 @@ class _Rounds:
     """Of one sequence, which keys the chunks' queries attend; shared by the layers with this mask."""
 
     of: dict[tuple[int, int, torch.device, bool], tuple[slice, Round]] = field(default_factory=dict)
+    is_causal: dict[int, bool] = field(default_factory=dict)  # by tokens of a chunk
 
 
 _rounds: weakref.WeakKeyDictionary[ShardedSequence, _Rounds] = weakref.WeakKeyDictionary()
 
 
-def _round_of(sequence: ShardedSequence, chunk: Chunk, q: Tensor) -> tuple[slice, Round]:
+def _round_of(sequence: ShardedSequence, chunk: CausalChunk, q: Tensor) -> tuple[slice, Round]:
     """Which keys the chunk's queries attend: from the first that one of them attends to the last; and the round."""
     # Slices of several rows are not one piece of memory, which libraries' kernels need of dk and dv.
     one_row, rounds = q.size(0) == 1, _rounds.setdefault(sequence, _Rounds()).of
@@ -192,15 +244,86 @@ def _round_of(sequence: ShardedSequence, chunk: Chunk, q: Tensor) -> tuple[slice
 
 def _bounds(sequence: ShardedSequence, tokens: slice) -> tuple[Tensor, Tensor]:
     """int32 (B or 1, t), begin and end of the keys that the tokens attend. RefusedError: some are after the tokens."""
-    if sequence.begin.dim() == 3:
-        raise RefusedError("streamed layers take no mask with two sides, as a tree's is: set stream: false")
-    begin, end = (x[:, tokens] for x in (sequence.begin, sequence.end))
+    begin, end = (x[..., tokens] for x in (sequence.begin, sequence.end))
     end = torch.maximum(begin, end)  # of a query that attends nothing, both are the same
     ahead = (end > begin) & (end > tokens.stop)
     if bool(ahead.any()):
         row, query = ahead.nonzero()[0].tolist()
         raise RefusedError(
             f"query {tokens.start + query} of row {row} attends keys up to {int(end[row, query])}, of a later chunk "
-            f"than its own, {tokens.start}..{tokens.stop}; expected a causal mask: {WHOLE}"
+            f"than its own, {tokens.start}..{tokens.stop}, in a layer whose mask was causal: {WHOLE}"
         )
     return begin.contiguous(), end.contiguous()
+
+
+def attends_no_later_chunk(sequence: ShardedSequence, num_tokens: int) -> bool:
+    """Whether this rank holds the sequence, in order, and no query attends a later chunk of so many tokens than its
+    own, so that its layers take one pass."""
+    of = _rounds.setdefault(sequence, _Rounds())
+    if num_tokens not in of.is_causal:
+        of.is_causal[num_tokens] = (
+            sequence.world_size == 1
+            and sequence.begin.dim() == 2
+            and torch.equal(sequence.ring.plan.positions, torch.arange(sequence.seq_len))
+            and bool(((sequence.end <= sequence.begin) | (sequence.end <= _chunk_ends(sequence, num_tokens))).all())
+        )
+    return of.is_causal[num_tokens]
+
+
+def _chunk_ends(sequence: ShardedSequence, num_tokens: int) -> Tensor:
+    """(S,): where the chunk of each token ends."""
+    return (torch.arange(sequence.seq_len) // num_tokens + 1) * num_tokens
+
+
+# ---- two passes: any mask, any number of ranks --------------------------------------------------
+
+
+@dataclass(eq=False)
+class Whole:
+    """The inputs of a layer's attention, of all of a rank's tokens: q, k, v (B, N, ...), and sinks if there are."""
+
+    inputs: list[Tensor] = field(default_factory=list)
+    attend: Callable[..., Tensor] = ring_attention  # of these, with the options of the layer's call
+
+
+@dataclass(eq=False)
+class RecordingChunk(Chunk):
+    """Runs up to attention, whose inputs it leaves in `whole`; without one in `made`, with their graph."""
+
+    whole: Whole | None = None
+    made: list[Tensor] = field(default_factory=list)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sequence: ShardedSequence, *, sinks: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        self._check(q, k, sequence)
+        self.num_calls += 1
+        of_sinks = [] if sinks is None else [sinks]
+        if (whole := self.whole) is None:
+            self.made = [q, k, v, *of_sinks]
+            raise EndedError
+        if not whole.inputs:
+            whole.inputs = [x.new_empty(x.size(0), self.num_tokens, *x.shape[2:]) for x in (q, k, v)]
+            whole.inputs += [x.detach() for x in of_sinks]
+            whole.attend = lambda q, k, v, sinks=None: ring_attention(q, k, v, sequence, sinks=sinks, **options)
+        for held, x in zip(whole.inputs, (q, k, v), strict=False):
+            held[:, self.tokens] = x
+        raise EndedError
+
+
+@dataclass(eq=False)
+class TakingChunk(Chunk):
+    """Goes on with what attention gave. out: (B, t, H, Dv), of the chunk."""
+
+    out: Tensor
+    repeats = True
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sequence: ShardedSequence, *, sinks: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls > 1:
+            raise RefusedError(
+                f"a layer attends {self.num_calls} times, which takes one rank and a causal mask: {WHOLE}"
+            )
+        return self.out

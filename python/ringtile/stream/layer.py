@@ -5,8 +5,10 @@ Shape letters: B batch, S tokens, t tokens of a chunk, E hidden size.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ringtile.errors import RefusedError
-from ringtile.stream.attend import WHOLE, Chunk, Keys, KeysMadeError
+from ringtile.random_states import drawn_since, random_states
+from ringtile.stream.attend import (
+    WHOLE,
+    CausalChunk,
+    Chunk,
+    EndedError,
+    Keys,
+    RecordingChunk,
+    TakingChunk,
+    Whole,
+)
 from ringtile.tiled.replay import Again, Output, RandomState, Replay, as_tuple, run
 from ringtile.tiled.tiles import tiles
 
@@ -44,54 +56,69 @@ class Rest:
         return leaf if dim is None else leaf.narrow(dim, tokens.start, tokens.stop - tokens.start)
 
 
-def run_chunks(name: str, module: nn.Module, forward: Callable[..., Any], x: Tensor, rest: Rest, tokens: int) -> Output:
+def run_chunks(
+    name: str,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    x: Tensor,
+    rest: Rest,
+    tokens: int,
+    *,
+    one_pass: bool,
+    inside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Output:
     """forward(module, x, *rest), at most so many tokens at a time: the same outputs and gradients.
 
     x (B, S, E). Its attention must be `Chunk.attend`; everything else must process each token independently. An
     output, or each of a tuple, must be (B, S, ...) or flat, (B*S, ...), or None. name: of the layer, in errors.
+    one_pass: no query attends a later chunk. inside: entered around both passes.
 
-    RefusedError: an output is none of these, the layer does not attend, or attends a later chunk.
+    RefusedError: an output is none of these, the layer does not attend, or attends a later chunk in one pass.
     """
-    return run(name, _Chunks(name, Replay(module, forward, x), x, rest, tokens), x)
+    kind = _OnePass if one_pass else _TwoPasses
+    return run(name, kind(name, Replay(module, forward, x), x, rest, tokens, inside), x)
 
 
-class _Chunks:
+class _Chunks(abc.ABC):
     """One call of a streamed layer, from its forward to its backward."""
 
-    def __init__(self, name: str, replay: Replay, x: Tensor, rest: Rest, tokens: int) -> None:
-        self.name, self.replay, self.rest = name, replay, rest
+    def __init__(
+        self,
+        name: str,
+        replay: Replay,
+        x: Tensor,
+        rest: Rest,
+        tokens: int,
+        inside: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.name, self.replay, self.rest, self.inside = name, replay, rest, inside
         self.batch, self.seq_len = x.shape[:2]
         self.chunks = list(tiles(self.seq_len, tokens))
         self.extra = rest.differentiable
         self.weights: tuple[Tensor | None, ...] = (*(rest.leaves[i] for i in self.extra), *replay.weights)
         self.random_states: list[RandomState] = []  # before each chunk
         self.are_flat: list[bool] = []  # the outputs, (B*S, ...)
-        self.num_calls = 0  # of attention, in a chunk
 
     def forward(self, x: Tensor, *weights: Tensor | None) -> Output:
         outputs: list[Any] = []
-        keys: list[Keys] = []
-        is_tuple = False
-        for tokens in self.chunks:
-            self.random_states.append(RandomState(x))
-            is_tuple = self._forward_chunk(Chunk(tokens, self.seq_len, "forward", keys), x, outputs)
-        self.num_calls = len(keys)
+        with self.inside():
+            is_tuple = self._forward(x, outputs)
         whole = [out.flatten(0, 1) if flat else out for out, flat in zip(outputs, self.are_flat, strict=True)]
         return tuple(whole) if is_tuple else whole[0]
 
+    @abc.abstractmethod
+    def _forward(self, x: Tensor, outputs: list[Any]) -> bool:
+        """Fills the outputs. Whether the layer returns a tuple."""
+
     # A separate call per chunk frees the chunk's tensors before the next one starts.
-    def _forward_chunk(self, chunk: Chunk, x: Tensor, outputs: list[Any]) -> bool:
+    def _run(self, chunk: Chunk, x: Tensor, outputs: list[Any]) -> bool:
         """Fills one chunk's rows of the outputs, which the first chunk allocates. Whether the layer returns a tuple."""
         tokens = chunk.tokens
         args, kwargs = self.rest.on(tokens, {})
-        with chunk.running():
+        with chunk.running(self.batch):
             result = self.replay.call(x[:, tokens].clone(), *args, **kwargs)  # the layer may modify it
-        if chunk.num_calls == 0 or chunk.num_calls != len(chunk.keys):
-            raise RefusedError(
-                f"{self.name} attends {chunk.num_calls} times through transformers' AttentionInterface in tokens "
-                f"{tokens.start}..{tokens.stop}, and {len(chunk.keys)} times before; expected at least once, and the "
-                f"same in all chunks: {WHOLE}"
-            )
+        if chunk.num_calls == 0:
+            raise self._refused(tokens, 0)
         rows = self._rows(result, tokens)
         if not outputs:
             self.are_flat = [out is not of_chunk for out, of_chunk in zip(as_tuple(result), rows, strict=True)]
@@ -101,51 +128,64 @@ class _Chunks:
                 out[:, tokens] = of_chunk
         return isinstance(result, tuple)
 
+    def _refused(self, tokens: slice, num_calls: int) -> RefusedError:
+        return RefusedError(
+            f"{self.name} attends {num_calls} times through transformers' AttentionInterface in tokens {tokens.start}.."
+            f"{tokens.stop}; expected at least once, and as often in all chunks: {WHOLE}"
+        )
+
+    def _end_at_attention(self, call: Callable[..., Any], chunk: Chunk, x: Tensor, inputs: dict[int, Tensor]) -> None:
+        args, kwargs = self.rest.on(chunk.tokens, inputs)
+        with contextlib.suppress(EndedError), chunk.running(self.batch):
+            call(x.clone(), *args, **kwargs)
+            raise self._refused(chunk.tokens, chunk.num_calls)
+
     def backward(
         self, douts: Sequence[Tensor | None], needed: Sequence[bool], x: Tensor, *weights: Any
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        num_extra, keys = len(self.extra), list[Keys]()
+        num_extra = len(self.extra)
         grads = _Grads(
             [
                 None if dout is None else self._by_rows(dout, self.seq_len) if flat else dout
                 for dout, flat in zip(douts, self.are_flat, strict=True)
             ],
-            torch.empty_like(x) if needed[0] else None,
+            x.new_zeros(x.shape) if needed[0] else None,
             {i: torch.zeros_like(self.rest.leaves[i]) for i, need in zip(self.extra, needed[1:], strict=False) if need},
         )
-        with self.replay.again(weights[num_extra:], self.random_states[0]) as again:
-            with torch.no_grad():
-                for tokens, state in zip(self.chunks, self.random_states, strict=True):
-                    state.restore()
-                    self._make_keys(Chunk(tokens, self.seq_len, "keys", keys, self.num_calls), again, x)
-            for tokens, state in zip(reversed(self.chunks), reversed(self.random_states), strict=True):
-                state.restore()
-                self._backward_chunk(Chunk(tokens, self.seq_len, "backward", keys), again, x, grads)
+        with self.replay.again(weights[num_extra:], self.random_states[0]) as again, self.inside():
+            self._backward(again, x, grads)
         return grads.dx, [*(grads.dextra.get(i) for i in self.extra), *again.grads]
 
-    def _make_keys(self, chunk: Chunk, again: Again, x: Tensor) -> None:
-        args, kwargs = self.rest.on(chunk.tokens, {})
-        with contextlib.suppress(KeysMadeError), chunk.running():
-            again(x[:, chunk.tokens].clone(), *args, **kwargs)
+    @abc.abstractmethod
+    def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
+        """Adds to the gradients."""
 
-    def _backward_chunk(self, chunk: Chunk, again: Again, x: Tensor, grads: _Grads) -> None:
-        """Runs one chunk again, adds its weight gradients to the sums and fills its rows of the other gradients."""
-        tokens, inputs = chunk.tokens, {}
-        for i in grads.dextra:
-            inputs[i] = self.rest.cut(self.rest.leaves[i], i, tokens).detach().requires_grad_()
-        x_chunk = x[:, tokens].detach().requires_grad_(grads.dx is not None)
-        args, kwargs = self.rest.on(tokens, inputs)
-        with chunk.running():
-            result = again(x_chunk.clone(), *args, **kwargs)
-        of_chunk = [None if dout is None else dout[:, tokens] for dout in grads.douts]
-        of_x = [] if grads.dx is None else [x_chunk]
-        found = again.differentiate(self._rows(result, tokens), of_chunk, [*of_x, *inputs.values()])
-        if grads.dx is not None:
-            dx = found.pop(0)
-            grads.dx[:, tokens] = 0 if dx is None else dx
-        for i, grad in zip(inputs, found, strict=True):
-            if grad is not None:
+    def _inputs(self, tokens: slice, x: Tensor, grads: _Grads) -> tuple[Tensor, dict[int, Tensor]]:
+        """A chunk's leaves: of x, and of the arguments that need a gradient, by index."""
+        cut = {i: self.rest.cut(self.rest.leaves[i], i, tokens) for i in grads.dextra}
+        return x[:, tokens].detach().requires_grad_(grads.dx is not None), {
+            i: leaf.detach().requires_grad_() for i, leaf in cut.items()
+        }
+
+    def _differentiate(
+        self,
+        again: Again,
+        outputs: Sequence[Tensor | None],
+        douts: Sequence[Tensor | None],
+        tokens: slice,
+        leaves: tuple[Tensor, dict[int, Tensor]],
+        grads: _Grads,
+        besides: Sequence[Tensor] = (),
+    ) -> list[Tensor | None]:
+        """Adds a chunk's part to all gradients. Returns those of what is besides."""
+        of_x = [] if grads.dx is None else [leaves[0]]
+        found = again.differentiate(outputs, douts, [*of_x, *leaves[1].values(), *besides])
+        if grads.dx is not None and (dx := found.pop(0)) is not None:
+            grads.dx[:, tokens] += dx
+        for i in leaves[1]:
+            if (grad := found.pop(0)) is not None:
                 self.rest.cut(grads.dextra[i], i, tokens).add_(grad)
+        return found
 
     def _rows(self, result: Any, tokens: slice) -> list[Tensor | None]:
         """The outputs on a chunk, (B, t, ...) each: those that are so already themselves, others in that shape."""
@@ -168,6 +208,101 @@ class _Chunks:
         return x.view(self.batch, num_tokens, *x.shape[1:])
 
 
+class _OnePass(_Chunks):
+    """No query attends a later chunk."""
+
+    num_calls = 0  # of attention, in a chunk
+
+    def _forward(self, x: Tensor, outputs: list[Any]) -> bool:
+        keys: list[Keys] = []
+        is_tuple = False
+        for tokens in self.chunks:
+            self.random_states.append(RandomState(x))
+            chunk = CausalChunk(tokens, self.seq_len, "forward", keys)
+            is_tuple = self._run(chunk, x, outputs)
+            if chunk.num_calls != len(keys):
+                raise self._refused(tokens, chunk.num_calls)
+        self.num_calls = len(keys)
+        return is_tuple
+
+    def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
+        keys: list[Keys] = []
+        with torch.no_grad():
+            for tokens, state in zip(self.chunks, self.random_states, strict=True):
+                state.restore()
+                chunk = CausalChunk(tokens, self.seq_len, "keys", keys, self.num_calls)
+                self._end_at_attention(again, chunk, x[:, tokens], {})
+        for tokens, state in zip(reversed(self.chunks), reversed(self.random_states), strict=True):
+            state.restore()
+            self._backward_chunk(CausalChunk(tokens, self.seq_len, "backward", keys), again, x, grads)
+
+    def _backward_chunk(self, chunk: Chunk, again: Again, x: Tensor, grads: _Grads) -> None:
+        leaves = self._inputs(chunk.tokens, x, grads)
+        args, kwargs = self.rest.on(chunk.tokens, leaves[1])
+        with chunk.running(self.batch):
+            result = again(leaves[0].clone(), *args, **kwargs)
+        self._differentiate(
+            again, self._rows(result, chunk.tokens), grads.of_chunk(chunk.tokens), chunk.tokens, leaves, grads
+        )
+
+
+class _TwoPasses(_Chunks):
+    """Any mask, and ranks that share the sequence."""
+
+    def _forward(self, x: Tensor, outputs: list[Any]) -> bool:
+        before = random_states()
+        whole, is_tuple = self._whole(self.replay.call, x), False
+        if drawn_since(before):  # pass B would draw others
+            raise RefusedError(f"{self.name} draws random numbers before its attention: {WHOLE}")
+        out = whole.attend(*whole.inputs)
+        del whole
+        for tokens in self.chunks:
+            self.random_states.append(RandomState(x))
+            is_tuple = self._run(TakingChunk(tokens, self.seq_len, out[:, tokens]), x, outputs)
+        return is_tuple
+
+    def _whole(self, call: Callable[..., Any], x: Tensor) -> Whole:
+        """The inputs of attention: pass A without gradients."""
+        whole = Whole()
+        with torch.no_grad():
+            for tokens in self.chunks:
+                self._end_at_attention(call, RecordingChunk(tokens, self.seq_len, whole), x[:, tokens], {})
+        return whole
+
+    def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
+        whole = self._whole(again, x)
+        out = whole.attend(*(y.requires_grad_() for y in whole.inputs))
+        dout = torch.empty_like(out)
+        for tokens, state in zip(self.chunks, self.random_states, strict=True):
+            state.restore()
+            dout[:, tokens] = self._after_attention(tokens, out[:, tokens].detach(), again, x, grads)
+        of_inputs = torch.autograd.grad(out, whole.inputs, dout)
+        del whole, out, dout
+        for tokens in self.chunks:
+            self._before_attention(tokens, of_inputs, again, x, grads)
+
+    def _after_attention(self, tokens: slice, out: Tensor, again: Again, x: Tensor, grads: _Grads) -> Tensor:
+        """Pass B of a chunk; returns the gradient of attention's out (B, t, H, Dv)."""
+        leaves = self._inputs(tokens, x, grads)
+        args, kwargs = self.rest.on(tokens, leaves[1])
+        with TakingChunk(tokens, self.seq_len, out.requires_grad_()).running(self.batch):
+            result = again(leaves[0].clone(), *args, **kwargs)
+        rows, douts = self._rows(result, tokens), grads.of_chunk(tokens)
+        (dout,) = self._differentiate(again, rows, douts, tokens, leaves, grads, [out])
+        return torch.zeros_like(out) if dout is None else dout
+
+    def _before_attention(
+        self, tokens: slice, of_inputs: Sequence[Tensor], again: Again, x: Tensor, grads: _Grads
+    ) -> None:
+        """Pass A of a chunk. of_inputs: the gradients of attention's q, k and v of all tokens, and of its sinks."""
+        leaves, chunk = self._inputs(tokens, x, grads), RecordingChunk(tokens, self.seq_len)
+        self._end_at_attention(again, chunk, leaves[0], leaves[1])
+        of_chunk: list[Tensor | None] = [y[:, tokens] for y in of_inputs[:3]]
+        if len(of_inputs) > 3:
+            of_chunk.append(of_inputs[3] if tokens.start == 0 else None)
+        self._differentiate(again, chunk.made, of_chunk, tokens, leaves, grads)
+
+
 @dataclass(eq=False)
 class _Grads:
     """Gradients of all tokens: of the outputs (B, S, ...), and those to be found."""
@@ -175,3 +310,7 @@ class _Grads:
     douts: list[Tensor | None]
     dx: Tensor | None
     dextra: dict[int, Tensor]  # by the index of the leaf
+
+    def of_chunk(self, tokens: slice) -> list[Tensor | None]:
+        """Those of a chunk's outputs."""
+        return [None if dout is None else dout[:, tokens] for dout in self.douts]

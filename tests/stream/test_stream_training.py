@@ -1,0 +1,65 @@
+"""Trainings with `stream: true` equal one process that streams nothing; the first batch is proved in each of them."""
+
+from typing import Any
+
+import pytest
+import ringtile
+from cells import Cell, check, params, table
+from hf_models import tiny_model
+from hf_training import Padded, make_trainer, packed
+
+STREAM = {"stream": True, "stream_tokens": 8}
+ALONE = STREAM | {"context_parallel_size": 1}
+
+
+def dropping() -> dict[str, Any]:
+    """Dropout of attention and of hidden states, drawn from counters on both sides."""
+    return {"model": tiny_model("phi3-sliding", resid_pdrop=0.2, attention_dropout=0.2).train()}
+
+
+CELLS = table(
+    Cell("one rank", {"evaluate": True}, ALONE, world=1),
+    Cell("one rank, packed, with tiles", {"collator": packed}, ALONE | {"tiled_mlp": True, "tile_tokens": 5}, world=1),
+    Cell("one rank, padding on the left", {"collator": Padded("left"), "family": "qwen3-sliding"}, ALONE, world=1),
+    Cell("one rank, LoRA", {"lora": True}, ALONE, world=1),
+    Cell("one rank, a balancing loss", {"family": "mixtral-balanced"}, ALONE, world=1),
+    Cell(
+        "one rank, dropout",
+        config=ALONE,
+        made=dropping,
+        world=1,
+        alone_config={"context_parallel_size": 1, "shared_prefix": False, "stream": True, "stream_tokens": 4096},
+    ),
+    Cell("two ranks", {"evaluate": True}, STREAM),
+    Cell("two ranks, Ulysses, packed", {"collator": packed}, STREAM | {"context_parallel_scheme": "ulysses"}),
+    Cell("two ranks, windows, striped", {"family": "qwen3-sliding"}, STREAM | {"layout": "striped"}, long=True),
+    Cell(
+        "two ranks, keys gathered", {"family": "gpt-oss"}, STREAM | {"context_parallel_scheme": "all_gather"}, long=True
+    ),
+    Cell("two ranks, dropout", config=STREAM, made=dropping, alone_config=ALONE),
+    Cell("two groups", {}, ALONE, world=2, processes=2),
+    Cell("FSDP2, checkpointing asked for", {"gradient_checkpointing": True}, STREAM, {"engine": "FSDP2"}),
+    Cell("ZeRO-3", {}, STREAM, {"engine": "ZeRO-3"}),
+    Cell("ZeRO-3, one rank a group", {}, ALONE, {"engine": "ZeRO-3"}, processes=2, long=True),
+)
+
+
+@pytest.mark.parametrize("cell", params(CELLS))
+def test_equal_to_one_process(cell: Cell) -> None:
+    check(__name__, cell)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "reason"),
+    [
+        ({"stream_tokens": 8}, {}, "stream_tokens is 8 but stream is false"),
+        ({**STREAM, "activation_offloading": True}, {}, "stream and activation_offloading are true"),
+        (STREAM, {"torch_compile": True}, "stream is true and Trainer uses torch_compile"),
+        (STREAM, {"family": "lfm2"}, "is a Lfm2ShortConv, whose state goes on from chunk to chunk"),
+    ],
+)
+def test_refused(config: dict[str, Any], arguments: dict[str, Any], reason: str) -> None:
+    trainer = make_trainer(**arguments)
+    with pytest.raises(ringtile.RingtileError, match=reason):
+        ringtile.enable(trainer, config)
+    assert not trainer.model.model.layers[0].__dict__.get("forward")
