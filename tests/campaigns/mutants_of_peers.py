@@ -217,7 +217,7 @@ MUTANTS = [
     Mutant(
         "peers: the size is 1 without a word",
         "python/ringtile/hf/trainer.py",
-        "    if (config.context_parallel_size > 1 or config.shared_prefix) and",
+        "    if config.attends and",
         "    if config.shared_prefix and",
         "tests/hf/test_hf_exact.py -k smoothing",
         source="modelscope/ms-swift#10061",
