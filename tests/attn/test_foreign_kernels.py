@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from attention_calls import MASKS, problem, run
-from ringtile import IntervalMask, Layout, RefusedError, self_test
+from ringtile import IntervalMask, Layout, LoopbackWorld, RefusedError, ShardedSequence, ring_attention, self_test
 from ringtile.attn import aten, choose
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import InSquares
@@ -21,6 +22,7 @@ from ringtile.attn.backend import Block
 from ringtile.self_test.child_process import Question
 from ringtile.sequence.plan import rank_plan
 from ringtile.sequence.rounds import Round
+from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -204,3 +206,35 @@ def test_import_asks_cuda_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_ranks_choose_what_is_fastest_for_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each direction and size, also where later masks have other pieces; without it rank 0 would differ."""
+    one, other = (InSquares(name, FLASH.attend, FLASH.attend_backward) for name in ("one", "other"))
+    monkeypatch.setitem(aten.ATEN, "cpu", (one, other))
+    monkeypatch.setattr(choose, "_agrees", lambda call, q: len(call.sequence.ring.ranks) > 1)
+    here, measured, ran = threading.local(), [], set()
+
+    def seconds(run: Any, backend: Any, states: Any) -> float:
+        measured.append(here.rank)
+        return {(0, "one"): 1.0, (0, "other"): 2.0, (1, "one"): 5.0, (1, "other"): 2.5}[here.rank, backend.name]
+
+    monkeypatch.setattr(choose, "_seconds", seconds)
+    kept = choose._run
+
+    def seen(call: Any, block: Any, run: Any, *given: Any, **more: Any) -> None:
+        kept(call, block, lambda backend, *states: (ran.add(backend.name), run(backend, *states)), *given, **more)
+
+    monkeypatch.setattr(choose, "_run", seen)
+    p, layout = problem(v_head_dim=16, dtype=torch.float32), Layout.zigzag(48, 2)
+
+    def on_rank(group: LoopbackGroup) -> None:
+        here.rank = group.transport.rank
+        for mask in ("causal", "documents", "causal"):
+            sequence = ShardedSequence(MASKS[mask], layout, group)
+            leaves = [sequence.shard(x, 1).detach().requires_grad_() for x in (p.q, p.k, p.v)]
+            ring_attention(*leaves, sequence, attention_kernel="aten").sum().backward()
+
+    LoopbackWorld(2).run(on_rank)
+    assert ran == {"other"}
+    assert sorted(measured) == 4 * [0] + 4 * [1]

@@ -2,16 +2,19 @@
 
 By the setting attention_kernel: "ringtile"; "aten", and what aten cannot do is refused by name; or "auto". On a CPU,
 auto is ringtile's kernels; in bfloat16 aten's, which use AMX, where the CPU has it and ringtile's build has not. On a
-GPU it times every installed backend that supports the block, once per size, and keeps the fastest. A backend that
-does not compute what it should (self_test.py) is never used: with auto the next one takes over. So it does where
-another's kernel raises, also later at a size that the self-test does not have.
+GPU it times every installed backend that supports the block, once for each kind and size of a call, and keeps the
+fastest; the ranks of a ring keep the one whose slowest rank is the fastest. A backend that does not compute what it
+should (self_test.py) is never used: with auto the next one takes over. So it does where another's kernel raises, also
+later at a size that the self-test does not have.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -25,31 +28,46 @@ from ringtile.attn.self_test import mark_wrong, why_wrong
 from ringtile.errors import RefusedError
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.rounds import Round
+from ringtile.transport.transport import Transport
 
 RINGTILE: Backend = Ringtile()
 logger = logging.getLogger(__name__)
 
 
-def forward(call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, state: Running) -> None:
-    """Merge the keys of a round into the state."""
+def forward(
+    call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, state: Running, *, settles: bool = False
+) -> None:
+    """Merge the keys of a round into the state; or, where it settles, find out with the other ranks who does so."""
     block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
 
     def merge(backend: Backend, out: Tensor, lse: Tensor) -> None:
         backend.forward(block, state._replace(out=out, lse=lse))
 
     states = state.out, state.lse
+    if settles:
+        return _settle(call, block, merge, states, False)
     _run(call, block, merge, states, () if state.fresh else states)
 
 
 def backward(
-    call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, final: Final, grads: Gradients
+    call: AttentionCall,
+    round: Round,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    final: Final,
+    grads: Gradients,
+    *,
+    settles: bool = False,
 ) -> None:
-    """Add the gradients of a round."""
+    """Add the gradients of a round; settles: as in `forward`."""
     block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
 
     def add(backend: Backend, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         backend.backward(block, final, grads._replace(dq=dq, dk=dk, dv=dv))
 
+    if settles:
+        return _settle(call, block, add, grads[:3], final.dlse is not None)
     kept = grads[:1] if grads.fresh else grads[:3]
     _run(call, block, add, grads[:3], kept, takes_dlse=final.dlse is not None)
 
@@ -161,7 +179,11 @@ def _backend(
     found: Backend | None = chosen.get(key)
     while found is None:
         backends = _able(call, block, takes_dlse)
-        found, is_final = _fastest(backends, run, block, states)
+        ranked = _ranked.get(call.sequence.transport, {}).get(_size_class(call, block, kind, states), ())
+        agreed = (backend for name in ranked for backend in backends if backend.name == name)
+        found, is_final = next(agreed, None), True
+        if found is None:
+            found, is_final = _fastest(backends, run, block, states)
         if found is None:
             continue
         if len(backends) == 1:
@@ -238,30 +260,51 @@ def _fastest(
     """
     if len(backends) == 1 or torch.are_deterministic_algorithms_enabled():
         return backends[0], True
-    q, k = block.q, block.k
-    pieces = sum(map(len, block.round.pieces or ()))
-    sizes = (q.size(0), *q.shape[2:], k.size(2), *(number.bit_length() for number in (q.size(1), k.size(1), pieces)))
+    q = block.q
+    sizes = (q.size(0), *q.shape[2:], block.k.size(2), q.size(1).bit_length())
     key = (q.device, q.dtype, sizes, len(states), tuple(backend.name for backend in backends))
     if key not in _chosen:
-        if _captures(q):
+        seconds = None if _captures(q) else _measured(backends, run, block, states)
+        if seconds is None:
             return backends[0], False
-        backend = backends[0]
-        seconds = {}
-        try:
-            for backend in backends:
-                seconds[backend.name] = _seconds(run, backend, tuple(state.clone() for state in states))
-        except torch.OutOfMemoryError:
-            return backends[0], False
-        except Exception as error:
-            _drop(backend, block, error)
+        if len(seconds) < len(backends):
             return None, False
         _chosen[key] = min(seconds, key=seconds.__getitem__)
-        logger.info(
-            "attention %s of q %s and k %s is computed by %s (%s)",
-            *("backward" if len(states) == 3 else "forward", tuple(q.shape), tuple(k.shape), _chosen[key]),
-            ", ".join(f"{name} {taken * 1e3:.2f} ms" for name, taken in seconds.items()),
-        )
+        _tell(block, states, seconds)
     return next(backend for backend in backends if backend.name == _chosen[key]), True
+
+
+def _measured(
+    backends: list[Backend], run: Callable[..., None], block: Block, states: tuple[Tensor, ...]
+) -> dict[str, float] | None:
+    """Return the seconds of each, but for those that raise, which are no more to be used. None: there is no memory."""
+    seconds = {}
+    try:
+        for backend in backends:
+            with _dropping(backend, block):
+                seconds[backend.name] = _seconds(run, backend, tuple(state.clone() for state in states))
+    except torch.OutOfMemoryError:
+        return None
+    return seconds
+
+
+@contextlib.contextmanager
+def _dropping(backend: Backend, block: Block) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        _drop(backend, block, error)
+
+
+def _tell(block: Block, states: tuple[Tensor, ...], seconds: dict[str, float]) -> None:
+    logger.info(
+        "attention %s of q %s and k %s is computed by %s (%s)",
+        *("backward" if len(states) == 3 else "forward", tuple(block.q.shape), tuple(block.k.shape)),
+        *(
+            min(seconds, key=seconds.__getitem__),
+            ", ".join(f"{x} {taken * 1e3:.2f} ms" for x, taken in seconds.items()),
+        ),
+    )
 
 
 def _seconds(run: Callable[..., None], backend: Backend, states: tuple[Tensor, ...]) -> float:
@@ -274,3 +317,49 @@ def _seconds(run: Callable[..., None], backend: Backend, states: tuple[Tensor, .
             torch.cuda.synchronize(states[0].device)
         times.append(time.perf_counter() - began)
     return min(times[1:])
+
+
+# ---- the same on all ranks ----------------------------------------------------------------------
+
+# By group, and by kind and size of a call: backends, first the one whose slowest rank is the fastest.
+_ranked: weakref.WeakKeyDictionary[Transport, dict[object, list[str]]] = weakref.WeakKeyDictionary()
+
+
+def _size_class(call: AttentionCall, block: Block, kind: object, states: tuple[Tensor, ...]) -> tuple[object, ...]:
+    """Return what is the same for all blocks that one choice is for, on all ranks of a ring."""
+    q, sequence = block.q, call.sequence
+    sizes = (q.size(0), *q.shape[2:], block.k.size(2), block.v.size(3), sequence.seq_len.bit_length())
+    return sequence.ring.ranks, kind, q.dtype, sizes, len(states)
+
+
+def _agrees(call: AttentionCall, q: Tensor) -> bool:
+    """Return whether several backends may be asked, and ranks that wait for each other; the same on all of these."""
+    several = q.is_cuda and call.attention_kernel != "ringtile" and len(call.sequence.ring.ranks) > 1
+    return several and not torch.are_deterministic_algorithms_enabled() and not _captures(q)
+
+
+def _settle(
+    call: AttentionCall, block: Block, run: Callable[..., None], states: tuple[Tensor, ...], takes_dlse: bool
+) -> None:
+    """Rank the backends by the seconds of the slowest rank: once, a collective of the ranks of a ring.
+
+    Comes before all messages of a call, so that all ranks post these in one order. A rank that cannot measure, because
+    the keys of its first block are not its own, or memory is short, says nothing.
+    """
+    if not _agrees(call, block.q):
+        return
+    transport, kind = call.sequence.transport, _kind(call, block.q, takes_dlse)
+    ranked, key = _ranked.setdefault(transport, {}), _size_class(call, block, kind, states)
+    if key in ranked:
+        return
+    able = _able(call, block, takes_dlse) if block.round.planned.in_place else []
+    seconds = _measured(able, run, block, states) or {}
+    names = [backend.name for backend in (RINGTILE, *ATEN[block.q.device.type])]
+    mine = torch.tensor([seconds.get(name, -1.0) for name in names], dtype=torch.float64, device=block.q.device)
+    arrived = {peer: torch.empty_like(mine) for peer in call.sequence.ring.ranks if peer != transport.rank}
+    transport.exchange(dict.fromkeys(arrived, mine), arrived, "the seconds of attention kernels").wait()
+    slowest = torch.stack([mine, *arrived.values()]).amax(0).tolist()
+    of_ring = {name: taken for taken, name in sorted(zip(slowest, names, strict=True)) if taken >= 0}
+    ranked[key] = [*of_ring]
+    if of_ring:
+        _tell(block, states, of_ring)
