@@ -93,7 +93,7 @@ def test_hugging_face_refuses_what_the_readme_says(package: str, file: str, sent
 
 
 def test_layouts_are_one_list() -> None:
-    assert {*CHUNKS_PER_RANK, *PADDED_LIKE} == {*typing.get_args(Config.model_fields["layout"].annotation)}
+    assert {"auto", *CHUNKS_PER_RANK, *PADDED_LIKE} == {*typing.get_args(Config.model_fields["layout"].annotation)}
 
 
 def test_sockets_of_a_rank_are_the_codes() -> None:
