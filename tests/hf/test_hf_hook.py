@@ -223,15 +223,14 @@ def _touched_by(options, config):
 
 LOSS = {  # on a shard, or on what a group of one rank makes of a batch
     *("model._forward_pre_hooks", "model._loss_function", "model.attention"),
-    *(f"trainer.{name}" for name in ("_ringtile_session", "compute_loss", "prediction_step", "training_step")),
+    *(f"trainer.{name}" for name in ("_ringtile_session", "callbacks", "compute_loss", "prediction_step")),
 }
 GROUPS = {  # count as many processes as there are different batches
     *("accelerator.gather_for_metrics", "accelerator.prepare_data_loader", "trainer._prepare_context_parallel_inputs"),
-    *("trainer.evaluation_loop", "trainer.floating_point_ops", "trainer.get_total_train_batch_size"),
-    *("trainer.get_batch_samples", "trainer._get_num_items_in_batch"),
+    *("trainer.evaluation_loop", "trainer.get_batch_samples", "trainer.get_total_train_batch_size"),
 }
-LOST_RANKS = {f"trainer.{name}" for name in ("evaluate", "predict", "save_model", "train")}
-CHECKPOINTS = {"args._setup_devices", "trainer._save_checkpoint", "trainer.train"}
+LOST_RANKS = {f"trainer.{name}" for name in ("evaluation_loop", "save_model", "train")}
+CHECKPOINTS = {"trainer._save_checkpoint", "trainer.train"}
 LLAMA = LOSS | GROUPS | LOST_RANKS | CHECKPOINTS
 BALANCING = {"model._forward_hooks", "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func"}
 LAYERS = "model.model.layers.*"
@@ -245,7 +244,7 @@ ON_TWO_RANKS = {  # what is touched besides
     "dropout": (
         {"model": DROPPING},
         {f"{LAYERS}.{name}" for name in ("_forward_pre_hooks", "self_attn.ringtile_attention_dropout")}
-        | {f"{LAYERS}.resid_dropout.forward", "model._forward_hooks", "trainer.callbacks"},
+        | {f"{LAYERS}.resid_dropout.forward", "model._forward_hooks"},
     ),
     "experts": ({"family": "mixtral-balanced"}, BALANCING),
     "hybrid": (  # its config has output_router_logits, which TRL's fused head reads

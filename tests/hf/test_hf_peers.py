@@ -222,8 +222,8 @@ def _other_calls():
 
 def test_ranks_that_call_other_methods_are_named():
     first, second = run_ranks(2, _other_calls)
-    assert "rank 0 has evaluate() of the Trainer, rank 1 has train() of the Trainer" in first
-    assert "rank 1 has train() of the Trainer, rank 0 has evaluate() of the Trainer" in second
+    assert "rank 0 has evaluation_loop() of the Trainer, rank 1 has train() of the Trainer" in first
+    assert "rank 1 has train() of the Trainer, rank 0 has evaluation_loop() of the Trainer" in second
 
 
 def _one_rank_does_not_come(name):
@@ -249,7 +249,8 @@ def test_a_rank_that_does_not_come_is_named_after_timeout_seconds(name):
         said = pool.run(_one_rank_does_not_come, name)[0]
     finally:
         pool.close()
-    assert said.startswith(f"rank 1 was lost in the header of call 1 ({name}() of the Trainer) of rank 0: nothing came")
+    header = "the header of call 1 (evaluation_loop() of the Trainer) of rank 0"
+    assert said.startswith(f"rank 1 was lost in {header}: nothing came")
 
 
 class _OfADevice(ProcessGroupTransport):
@@ -263,8 +264,11 @@ class _OfADevice(ProcessGroupTransport):
 
 
 class _Steps:
-    def step(self):
-        return "done"
+    def get_batch_samples(self, batches, number):
+        return [next(batches) for _ in range(number)]
+
+    def prediction_step(self):
+        return None
 
 
 def _steps_on_a_device():
@@ -273,12 +277,12 @@ def _steps_on_a_device():
     groups._transports[group] = _OfADevice(group)
     patches, steps, store = Patches(), _Steps(), distributed_c10d._get_default_store()
     peers = Peers(SimpleNamespace(size=2, process_group=group, device=torch.device("meta")))
-    peers.meet_before(steps, "step", patches)
-    said = [steps.step()]
+    peers.meet_when_loaded(steps, patches)
+    said = [steps.get_batch_samples(iter("abc"), 2)]
     if dist.get_rank() == 1:
         store.wait(["rank 0 has gone on"])
     try:
-        said.append(steps.step())
+        said.append(steps.get_batch_samples(iter("abc"), 2))
     finally:
         store.set("rank 0 has gone on", "")
     return said
@@ -287,7 +291,7 @@ def _steps_on_a_device():
 def test_the_host_of_a_device_waits_for_no_rank_at_a_step():
     pool = Pool(2)
     try:
-        assert pool.run(_steps_on_a_device) == [["done", "done"]] * 2
+        assert pool.run(_steps_on_a_device) == [[["a", "b"]] * 2] * 2
     finally:
         pool.close()
 

@@ -69,7 +69,7 @@ def enabled(family: str, dtype: torch.dtype, gpu: SimulatedGpu | None) -> Iterat
 
 
 def train_step(trainer: Trainer, batch: dict[str, Tensor]) -> Tensor:
-    num_items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+    _, num_items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
     return trainer.training_step(trainer.model, batch, num_items)
 
 

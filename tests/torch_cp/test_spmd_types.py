@@ -128,7 +128,7 @@ def trainer_step() -> None:
         model.forward = forward
         ids = torch.arange(4 * CP).expand(2, -1) % 90 + 3
         batch = {"input_ids": ids, "labels": ids.clone()}
-        trained.training_step(model, batch, trained._get_num_items_in_batch([batch], trained.args.device))
+        trained.training_step(model, batch, trained.get_batch_samples(iter([batch]), 1, trained.args.device)[1])
 
 
 @pytest.mark.long

@@ -43,9 +43,6 @@ class Checkpoints:
     def install(self, patches: Patches) -> None:
         patches.wrap(self._trainer, "_save_checkpoint", self._save)
         patches.wrap(self._trainer, "train", self._train)
-        args = self._trainer.args
-        if args.device.type == "cpu":  # accelerate calls the CPU of a rank cpu:0, which torch.load does not know
-            patches.set(args, "_setup_devices", torch.device("cpu"))
 
     # ---- saving ---------------------------------------------------------------------------------
 
@@ -88,9 +85,15 @@ class Checkpoints:
         self, original: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
         """The original, which gets a checkpoint that is whole, on every rank the same."""
-        if resume_from_checkpoint:
-            resume_from_checkpoint = self._checked(resume_from_checkpoint)
-        return original(resume_from_checkpoint, *args, **kwargs)
+        if not resume_from_checkpoint:
+            return original(resume_from_checkpoint, *args, **kwargs)
+        path, during, arguments = self._checked(resume_from_checkpoint), Patches(), self._trainer.args
+        if arguments.device.type == "cpu":  # accelerate calls the CPU of a rank cpu:0, which torch.load does not know
+            during.set(arguments, "_setup_devices", torch.device("cpu"))
+        try:
+            return original(path, *args, **kwargs)
+        finally:
+            during.restore()
 
     def _checked(self, resume: str | os.PathLike[str] | bool) -> str:
         answer: list[Any] = [None, None]  # (path, what is wrong)

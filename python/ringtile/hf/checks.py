@@ -47,7 +47,6 @@ _TRAINER_METHODS = {
     "_prepare_inputs": (),
     "_get_num_items_in_batch": ("batch_samples", "device"),
     "_track_num_input_tokens": ("inputs",),
-    "floating_point_ops": ("inputs",),
     "get_total_train_batch_size": ("args",),
 }
 _FUNCTIONS = (

@@ -21,6 +21,7 @@ from ringtile.hf import checks, data
 from ringtile.hf.batch import ShardedBatch, active, active_batch
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.model_loss import check_loss, watch_loss
+from ringtile.hf.parallelism import accelerate_knows_groups
 from ringtile.hf.patches import Patches
 from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy
@@ -44,6 +45,7 @@ class LossOnShards(Strategy):
     def install_loss(self) -> None:
         trainer = self.trainer
         self.last_batch: ShardedBatch | None = None
+        self.counts_ranks = False  # whether the Trainer has counted the items of every rank of a group
         self.draws = RandomDraws(self.base)
         self.watches_loss = checks.uses_model_loss(trainer)
         self.replace(trainer, "compute_loss", self._compute_loss)
@@ -81,11 +83,6 @@ class LossOnShards(Strategy):
 
     # ---- training -------------------------------------------------------------------------------
 
-    def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of the batch: the Trainer leaves out of its log what is not finite, as the loss of a shard may be
-        where that of another is."""
-        return self.group.mean(super()._training_step(original, *args, **kwargs))
-
     def check_unchanged(self) -> None:
         super().check_unchanged()
         for name, before in zip(("compute_loss_func", "label_smoother"), self.losses, strict=True):
@@ -103,8 +100,12 @@ class LossOnShards(Strategy):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | float | None = None,
     ) -> Any:
-        """The loss of this rank's shard, scaled so that the mean over all ranks is the loss. Outputs stay local."""
+        """The loss of the batch, with the gradient of this rank's shard, scaled so that the mean over all ranks is that
+        of the batch. Outputs stay local."""
         self.prepare_training(model)
+        if self.counts_ranks and num_items_in_batch is not None:
+            num_items_in_batch = num_items_in_batch / self.group.size
+        self.counts_ranks = False
         if self.proof is not None and self.proof.waits:
             self.proof.before(
                 model,
@@ -129,7 +130,10 @@ class LossOnShards(Strategy):
                 stack.callback(one_step.restore)
                 one_step.set(self.trainer, "current_gradient_accumulation_steps", 1)
             with self.draws.refused(model):
-                return original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+                found = original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+            loss, *outputs = found if return_outputs else (found,)
+            loss = _MeanOverGroup.apply(loss, self.group)  # type: ignore[no-untyped-call]
+            return (loss, *outputs) if return_outputs else loss
 
     def _whole_loss(
         self,
@@ -205,10 +209,9 @@ class LossOnShards(Strategy):
                 )
         # With labels the original calls compute_loss, which shards; without, it calls the model.
         with contextlib.nullcontext((inputs, None)) if labels_given else self._sharded(inputs) as (local, _):
+            self.counts_ranks = self._trainer_scales() and not accelerate_knows_groups(self.trainer.accelerator)
             loss, logits, labels = original(model, local, prediction_loss_only, ignore_keys=ignore_keys)
         batch = self.last_batch
-        if loss is not None:
-            loss = self.group.mean(loss)
         if batch is None:
             return loss, logits, labels
         return loss, recursively_apply(functools.partial(self._unshard, batch), logits), labels
@@ -223,6 +226,21 @@ class LossOnShards(Strategy):
                 f"dimension: name its key in ignore_keys"
             )
         return output
+
+
+class _MeanOverGroup(torch.autograd.Function):
+    """The mean of a scalar over the group; its gradient is left alone, for the engine to average.
+
+    What the Trainer logs and what it leaves out, since it is not finite, is then the same on all ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ContextParallelGroup) -> Tensor:
+        return group.mean(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def _gather(accelerator: Accelerator, group: ContextParallelGroup, values: Any) -> Any:

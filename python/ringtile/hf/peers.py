@@ -12,7 +12,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -33,7 +33,7 @@ _LEAVE_SECONDS = 5.0  # after which a rank that has raised, and is still there, 
 class Peers:
     """This rank's part in naming a lost one. A collective of the world.
 
-    group: the ranks that share a sequence, two or more, which call train(), evaluate() and predict() together.
+    group: the ranks that share a sequence, two or more, which train and evaluate together.
     """
 
     def __init__(self, group: ContextParallelGroup) -> None:
@@ -132,15 +132,34 @@ class Peers:
         self._failure = _lost(lost.rank, f"{what}() of rank {self.rank}", lost.reason)
         raise self._failure from error
 
-    def meet_before(self, owner: Any, name: str, patches: Patches) -> None:
-        """Makes a method, which all ranks call for each step, wait for those that share a sequence first."""
+    def meet_when_loaded(self, trainer: Any, patches: Patches) -> None:
+        """Makes the ranks that share a sequence wait for each other when each has loaded the batches of a step, or one
+        to evaluate, before a Trainer counts what they hold over all ranks."""
 
-        def method(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            # The host of a GPU runs ahead here too, and a later call finds a difference.
-            self._meet("the next step of the Trainer", self._group.device)
+        def get_batch_samples(
+            original: Callable[..., Any], batches: Iterable[Any], number: int, *args: Any, **kwargs: Any
+        ) -> Any:
+            return original(self._meeting(batches, number), number, *args, **kwargs)
+
+        def prediction_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._meet_in_step()
             return original(*args, **kwargs)
 
-        patches.wrap(owner, name, method)
+        patches.wrap(trainer, "get_batch_samples", get_batch_samples)
+        patches.wrap(trainer, "prediction_step", prediction_step)
+
+    def _meeting(self, batches: Iterable[Any], number: int) -> Iterator[Any]:
+        loaded = 0
+        for loaded, batch in enumerate(batches, start=1):
+            if loaded == number:
+                self._meet_in_step()
+            yield batch
+        if loaded < number:
+            self._meet_in_step()
+
+    def _meet_in_step(self) -> None:
+        # The host of a GPU runs ahead here too, and a later call finds a difference.
+        self._meet("the next step of the Trainer", self._group.device)
 
     def _meet(self, what: str, device: torch.device | None = None) -> None:
         """Waits for the ranks that share a sequence, for timeout_seconds: without it, one that has stopped or called

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from ringtile import keep
 from ringtile.config import Config
@@ -63,7 +63,7 @@ class Strategy(abc.ABC):
             checks.check_sampling(base)
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         patches.on_restore(self.group.close)
-        self._make_room()
+        self.room: keep.Room | None = None  # for what checkpointed layers keep; made before each forward
         self.dropout = CountedDropout(trainer, self.group.data_index, self.group.data_size)
         self.causal, self.shifts_labels = checks.attends_causally(base), shifts_labels(base)
         self.layers = set(layer_masks(base.config.get_text_config(), self.causal))
@@ -75,7 +75,7 @@ class Strategy(abc.ABC):
         routers = getattr(base.config.get_text_config(), "output_router_logits", False)
         routers = routers or getattr(trainer, "aux_loss_enabled", False)  # TRL's fused head asks in the batch too
         self.checked = frozenset({"output_router_logits"} if routers else ())
-        self.training_checked = self.step_checked = False
+        self.training_checked = False
         self.positions = Positions(base, patches)
         self.of_model: frozenset[str] = frozenset()  # what the model takes besides text
         self.num_batches = 0  # that were sharded
@@ -100,18 +100,16 @@ class Strategy(abc.ABC):
 
     def install(self) -> None:
         trainer, accelerator = self.trainer, self.trainer.accelerator
-        self.replace(trainer, "training_step", self._training_step)
+        self.patches.add_callback(trainer, Steps(self))
         if self.group.size > 1:
             self.replace(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
             self.replace(trainer, "evaluation_loop", self._evaluation_loop)
-            self.replace(trainer, "floating_point_ops", self._floating_point_ops)
             if trainer.args.include_num_input_tokens_seen != "no":
                 self.replace(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
             if accelerate_knows_groups(accelerator):
                 self.patches.set(accelerator, "_prepare_cp", self._prepare_cp)
             else:
-                for counts in ("get_batch_samples", "_get_num_items_in_batch"):
-                    self.replace(trainer, counts, self.in_one_process)
+                self.replace(trainer, "get_batch_samples", self.in_one_process)
                 self.replace(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
                 self.replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
         self.install_loss()
@@ -227,24 +225,6 @@ class Strategy(abc.ABC):
             checked=self.checked,
         )
 
-    def _training_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-        """The first one raises RefusedError if it shards nothing: every rank then computes whole rows."""
-        before = self.num_batches
-        self._make_room()
-        loss: Tensor = original(*args, **kwargs)
-        if not self.step_checked and self.num_batches == before:
-            raise RefusedError(
-                f"the loss of {type(self.trainer).__name__} in the first training step did not call the model that "
-                f"ringtile shards, so that each rank computed whole rows; expected a compute_loss that was set before "
-                f"ringtile.enable, and that calls its argument `model`, not a part of it (model.model, model.lm_head)"
-            )
-        self.step_checked = True
-        return loss
-
-    def _make_room(self) -> None:
-        """Let the checkpointed layers of the next forward and backward keep what the configuration says."""
-        self.room = keep.room_of(self.config.keep_attention, self.group.memory_bytes)
-
     # ---- the first batch ------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -327,6 +307,8 @@ class Strategy(abc.ABC):
             self.training_checked = True
         if model.training:
             keep_in_checkpoints(model)
+            # For what the checkpointed layers of this forward and backward keep.
+            self.room = keep.room_of(self.config.keep_attention, self.group.memory_bytes)
 
     def check_unchanged(self) -> None:
         """RefusedError: what `ringtile.enable` has replaced was replaced again since."""
@@ -406,14 +388,39 @@ class Strategy(abc.ABC):
         counted = self.trainer.state.num_input_tokens_seen - before
         self.trainer.state.num_input_tokens_seen = before + counted // self.group.size
 
-    def _floating_point_ops(self, original: Callable[..., Any], inputs: dict[str, Any]) -> float:
-        flops: float = original(inputs) / self.group.size
-        return flops
-
     def _get_total_train_batch_size(self, original: Callable[..., Any], args: TrainingArguments) -> int:
         """get_cp_size stays 1: later transformers divide the number of items by it, which ringtile does already."""
         rows: int = original(args) // self.group.size
         return rows
+
+
+class Steps(TrainerCallback):
+    """Checks that the first training step shards, and counts its operations once, where every rank has counted them."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy, self._checked = strategy, False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._flops: float = self._strategy.trainer.current_flos
+        self._batches = self._strategy.num_batches
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the backward of a batch. RefusedError: the first one was not sharded, so that each rank computed whole
+        rows."""
+        trainer, size = self._strategy.trainer, self._strategy.group.size
+        if deepspeed_shards_sequences(trainer.accelerator):
+            return
+        if not self._checked and self._strategy.num_batches == self._batches:
+            raise RefusedError(
+                f"the loss of {type(trainer).__name__} in the first training step did not call the model that "
+                f"ringtile shards, so that each rank computed whole rows; expected a compute_loss that was set before "
+                f"ringtile.enable, and that calls its argument `model`, not a part of it (model.model, model.lm_head)"
+            )
+        self._checked = True
+        self._flops += (trainer.current_flos - self._flops) / size
+        trainer.current_flos = self._flops  # type: ignore[assignment]
+
+    on_pre_optimizer_step = on_substep_end
 
 
 def _no_tree(trainer: Trainer) -> ConfigError:

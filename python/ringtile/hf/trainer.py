@@ -44,7 +44,7 @@ class _Session(NamedTuple):
     first_batch: FirstBatch | None  # None: nothing is sharded, or it is not to be checked
 
 
-_ENTRIES = ("train", "evaluate", "predict", "save_model")  # methods in which a rank may wait for others
+_ENTRIES = ("train", "evaluation_loop", "save_model")  # methods in which a rank may wait for others
 _SESSION = "_ringtile_session"  # the attribute of an enabled Trainer that holds its _Session
 
 
@@ -170,7 +170,7 @@ def _attach_callbacks(
     if group is None or group.size == 1:
         return
     peers = Peers(group)
-    peers.meet_before(trainer, "_get_num_items_in_batch", patches)
+    peers.meet_when_loaded(trainer, patches)
     Checkpoints(trainer, peers).install(patches)
     for name in _ENTRIES:
         peers.wrap(trainer, name, patches)
