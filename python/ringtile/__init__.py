@@ -40,7 +40,7 @@ except BuildError as error:  # `ringtile doctor` must run where the compiled ops
     _build_error = error
 
 _LAZY = {
-    "CollectGarbageCallback": "hf.gc_callback",
+    "CollectGarbageCallback": "hf.features.callbacks",
     "Config": "config",
     "ContextParallel": "torch_context_parallel.parallel_style",
     "causal_conv1d": "recurrent.functions",
@@ -54,29 +54,28 @@ _LAZY = {
     "enable_context_parallel_dispatcher": "torch_context_parallel.parallel_style",
     "flex_attention": "torch_context_parallel.flex",
     "gated_delta_rule": "recurrent.functions",
-    "MetricsCallback": "hf.metrics",
+    "MetricsCallback": "hf.features.callbacks",
     "Plan": "planner.layer",
-    "offload_activations": "hf.offload",
+    "offload_activations": "hf.features.offload",
     "plan_attention": "planner.layer",
     "restore": "hf.trainer",
     "selective_scan": "recurrent.functions",
     "sequence_log_probs": "rl",
     "ssd": "recurrent.functions",
-    "stream_layers": "hf.stream",
-    "tile_mlps": "hf.mlp",
-    "tile_norms": "hf.norm",
+    "stream_layers": "hf.features.stream",
+    "tile_mlps": "hf.features.mlp",
+    "tile_norms": "hf.features.norm",
     "tiled_linear_cross_entropy": "tiled.loss",
     "tiled_log_probs": "tiled.log_probs",
     "tiled_mlp": "tiled.mlp",
 }
 if TYPE_CHECKING:
     from ringtile.config import Config
-    from ringtile.hf.gc_callback import CollectGarbageCallback
-    from ringtile.hf.metrics import MetricsCallback
-    from ringtile.hf.mlp import tile_mlps
-    from ringtile.hf.norm import tile_norms
-    from ringtile.hf.offload import offload_activations
-    from ringtile.hf.stream import stream_layers
+    from ringtile.hf.features.callbacks import CollectGarbageCallback, MetricsCallback
+    from ringtile.hf.features.mlp import tile_mlps
+    from ringtile.hf.features.norm import tile_norms
+    from ringtile.hf.features.offload import offload_activations
+    from ringtile.hf.features.stream import stream_layers
     from ringtile.hf.trainer import enable, restore
     from ringtile.planner.layer import Plan, plan_attention
     from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd

@@ -93,9 +93,9 @@ class Config(Section):
     tile_tokens: Count = 16384  # tokens per tile, of the MLP, the norms and the loss
     tiled_loss: bool = False
     loss_tile_tokens: Count | None = None  # tokens per tile of the loss, instead of what its device is given
-    stream: bool = False  # run layers on chunks of tokens: ringtile/hf/stream.py
+    stream: bool = False  # run layers on chunks of tokens: ringtile/hf/features/stream.py
     stream_tokens: Count = 16384  # tokens of a chunk
-    shared_prefix: bool = False  # compute what rows of a batch begin alike with once: ringtile/hf/shared_rows.py
+    shared_prefix: bool = False  # compute what rows of a batch begin alike with once: ringtile/hf/features/trees.py
     activation_offloading: bool = False  # keep the inputs of checkpointed layers in host memory
     first_batch_check: bool = True  # compare the ranks with one process on the first batch: ringtile/hf/first_batch.py
     timeout_seconds: float = Field(default=600.0, gt=0, le=1e9, allow_inf_nan=False)  # of silence: then a rank is lost

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringtile import arguments
 from ringtile.checksum import checksum
 from ringtile.errors import InputError, RefusedError
-from ringtile.hf.loss import TiledLogits, not_plain
+from ringtile.hf.features.loss import TiledLogits, not_plain
 from ringtile.ops import state_dtype
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask

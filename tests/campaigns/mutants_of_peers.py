@@ -124,7 +124,7 @@ MUTANTS = [
     Mutant(
         "peers: targets are counted once per rank",
         "python/ringtile/hf/one_process.py",
-        "return data.one_copy(self._group, self._accelerator.gather(tensor))",
+        "return one_copy(self._group, self._accelerator.gather(tensor))",
         "return self._accelerator.gather(tensor)",
         "tests/hf/test_hf_exact.py -k padding",
         source="NVIDIA/Megatron-LM#673",
@@ -143,8 +143,8 @@ MUTANTS = [
     Mutant(
         "peers: eval loss multiplied by the number of ranks",
         "python/ringtile/hf/loss_on_shards.py",
-        "            loss = self.group.mean(loss)\n",
-        "            loss = self.group.sum(loss)\n",
+        "        return group.mean(value)\n",
+        "        return group.sum(value)\n",
         "tests/hf/test_hf_exact.py -k learned",
         source="huggingface/transformers#48167",
         case="evaluation",
@@ -152,15 +152,15 @@ MUTANTS = [
     Mutant(
         "peers: eval loss of one shard",
         "python/ringtile/hf/loss_on_shards.py",
-        "            loss = self.group.mean(loss)\n",
-        "            pass\n",
+        "        return group.mean(value)\n",
+        "        return value.clone()\n",
         "tests/hf/test_hf_exact.py -k learned",
         source="axolotl-ai-cloud/axolotl#3371",
         case="evaluation",
     ),
     Mutant(
         "peers: a balancing loss of each shard",
-        "python/ringtile/hf/balancing_loss.py",
+        "python/ringtile/hf/features/balancing_loss.py",
         "    counts, total = sums[:num_experts], sums[-1]\n",
         "    sums[:num_experts] = counts * batch.group.size\n    counts, total = sums[:num_experts], sums[-1]\n",
         "tests/hf/test_hf_exact.py -k balancing",
@@ -225,7 +225,7 @@ MUTANTS = [
     ),
     Mutant(
         "peers: recurrent layers run on each shard alone",
-        "python/ringtile/hf/recurrent.py",
+        "python/ringtile/hf/features/recurrent.py",
         "    return (original if active_batch() is None else of_batch)(*args, **kwargs)\n",
         "    if (batch := active_batch()) is not None:\n"
         "        batch.mixed_by.add(of_batch.args[0])\n"
@@ -236,7 +236,7 @@ MUTANTS = [
     ),
     Mutant(
         "peers: no gradient comes back to what images become",
-        "python/ringtile/hf/seam.py",
+        "python/ringtile/hf/features/seam.py",
         '            given["inputs_embeds"] = self._entered(self._path, given["inputs_embeds"])\n',
         '            given["inputs_embeds"] = self._entered(self._path, given["inputs_embeds"]).detach()\n',
         "tests/hf/test_images.py -k gemma3",
@@ -264,9 +264,9 @@ MUTANTS = [
     Mutant(
         "peers: the loss is multiplied by the number of ranks",
         "python/ringtile/hf/loss_on_shards.py",
-        "                return original(model, local, return_outputs=return_outputs, num_items_in_batch="
+        "                found = original(model, local, return_outputs=return_outputs, num_items_in_batch="
         "num_items_in_batch)\n",
-        "                return self.group.size * original(model, local, num_items_in_batch=num_items_in_batch)\n",
+        "                found = self.group.size * original(model, local, num_items_in_batch=num_items_in_batch)\n",
         "tests/hf/test_hf_exact.py -k smoothing",
         source="NVIDIA/Megatron-LM#906",
         case="token mean",

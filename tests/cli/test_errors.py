@@ -23,7 +23,7 @@ from ringtile import (
     tile_mlps,
     tiled_linear_cross_entropy,
 )
-from ringtile.hf.loss import install_tiled_loss
+from ringtile.hf.features.loss import install_tiled_loss
 from ringtile.hf.patches import Patches
 from ringtile.scheme import Scheme
 from ringtile.transport.groups import transport_of

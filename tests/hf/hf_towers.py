@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from ringtile.hf import towers
+from ringtile.hf.features import towers
 from ringtile.hf.patches import Patches
 from ringtile.transport.loopback import LoopbackWorld
 from torch import Tensor, nn

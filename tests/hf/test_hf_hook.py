@@ -20,6 +20,9 @@ from hf_models import hybrid, tiny_model
 from hf_training import make_trainer
 from losses import LastThird
 from pool import run_ranks
+from ringtile.hf import strategy
+from ringtile.hf import trainer as hf_trainer
+from ringtile.hf.features import dropout, recurrent
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.patches import Patches
 from ringtile.sequence.layout import Layout
@@ -285,11 +288,33 @@ def test_what_enable_touches(kind):
         assert left == []
 
 
+ROOT = pathlib.Path(__file__).parents[2]
+DECLARED = dropout.TOUCHES.union(*(each.touches for each in (*strategy.FEATURES, *hf_trainer.FEATURES)))
+
+
+def _attributes(touched):
+    return {name.rpartition(".")[2] for name in touched}
+
+
+def test_features_declare_what_they_touch():
+    kinds = [ON_TWO_RANKS[kind][1] for kind in ("dropout", "experts", "hybrid", "images")]
+    assert _attributes(TILES.union(*kinds)) <= DECLARED | {"_ringtile_session"}
+
+
 def test_the_documentation_lists_what_enable_touches():
-    text = (pathlib.Path(__file__).parents[2] / "docs/design/evidence.md").read_text()
+    text = (ROOT / "docs/design/evidence.md").read_text()
     table = text[text.index("## What `enable` touches") :]
-    names = {name.rpartition(".")[2] for _, _, touched in TOUCHED.values() for name in touched}
+    names = {name for _, _, touched in TOUCHED.values() for name in _attributes(touched)}
+    names |= DECLARED - recurrent._FUNCTIONS.keys()
     assert [name for name in sorted(names) if name not in table] == []
+
+
+def test_no_feature_needs_another_and_no_other_module_a_feature():
+    """But for towers, which hold images, and those that bring all together. What mypy alone imports is no need."""
+    for path in (ROOT / "python/ringtile/hf").rglob("*.py"):
+        found = set(re.findall(r"^from ringtile[.]hf[.]features[.]?(\S*) import", path.read_text(), re.MULTILINE))
+        known = {"images"} if path.stem == "towers" else set()
+        assert path.stem in ("strategy", "trainer", "axolotl") or found <= known, path.stem
 
 
 # ---- the hook -----------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import torch
 from hf_models import hybrid
 from hf_training import GROUP_OF_ONE, enabled, make_trainer
 from ringtile.errors import RefusedError
-from ringtile.hf import recurrent
 from ringtile.hf.families import CACHES
+from ringtile.hf.features import recurrent
 from ringtile.recurrent import functions, kernels
 from torch import nn
 from torch.utils.checkpoint import checkpoint

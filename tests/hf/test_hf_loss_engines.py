@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hf_training import enter_world, train
 from pool import run_ranks
 from ringtile import RefusedError
-from ringtile.hf.loss import TiledLogits
+from ringtile.hf.features.loss import TiledLogits
 from test_hf_tiled import TILED, assert_same, batch, double_model, loss_and_gradients, oracle_loss, tile_loss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

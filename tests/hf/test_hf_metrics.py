@@ -14,8 +14,9 @@ from hf_training import Padded, make_trainer
 from pool import run_ranks
 from ringtile.attn.auto import scheme_of
 from ringtile.first_batch.run import is_recording
-from ringtile.hf import first_batch, metrics
+from ringtile.hf import first_batch
 from ringtile.hf.batch import ShardedBatch, active_batch
+from ringtile.hf.features import callbacks
 from ringtile.hf.layers import layer_masks
 from ringtile.peak_memory import peak_bytes
 from ringtile.planner.layer import plan_of
@@ -99,7 +100,7 @@ def logged(config: dict[str, Any], **arguments: Any) -> tuple[list[dict[str, Any
     """The logged lines with a loss on this rank, and the bytes that the plans of its rings send in all steps."""
     clock = Clock()
     mocked = mock.Mock(perf_counter=clock)
-    with mock.patch.object(metrics, "time", mocked), mock.patch.object(first_batch, "time", mocked):
+    with mock.patch.object(callbacks, "time", mocked), mock.patch.object(first_batch, "time", mocked):
         trainer = make_trainer(collator=Padded24(), **arguments)
         planned, reporter = PlannedBytes(trainer.model), Reporter(clock)
         for callback in (planned, reporter, ringtile.MetricsCallback()):

@@ -7,7 +7,7 @@ import torch
 import transformers
 from hf_models import SIZES, tiny_model
 from ringtile import RefusedError, tile_mlps
-from ringtile.hf.mlp_search import find_mlps
+from ringtile.hf.features.mlp import find_mlps
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 

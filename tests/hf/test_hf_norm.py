@@ -11,7 +11,7 @@ import transformers
 from hf_models import tiny_model
 from ringtile import InputError, RefusedError, tile_norms
 from ringtile.config import Config
-from ringtile.hf.norm import find_norms
+from ringtile.hf.features.norm import find_norms
 from ringtile.planner.setup import Setup
 from ringtile.planner.step import TrainingStep
 from torch import nn

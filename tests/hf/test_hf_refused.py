@@ -1,6 +1,5 @@
 """What cannot be exact is refused by name, one row each, by `enable`, before anything changes."""
 
-import functools
 import types
 from typing import Any
 from unittest import mock
@@ -14,9 +13,9 @@ from hf_models import SIZES, hybrid, tiny_encoder, tiny_model
 from hf_training import enter_world, make_trainer
 from losses import OwnLoss
 from pool import run_ranks
-from ringtile.hf.balancing_loss import check_balancing_loss
 from ringtile.hf.batch import active
 from ringtile.hf.checks import attends_causally
+from ringtile.hf.features.balancing_loss import check_balancing_loss
 from ringtile.hf.model import refuse_towers, text_modules
 from ringtile.hf.patches import Patches
 from torch import nn
@@ -28,6 +27,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
+    masking_utils,
 )
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -254,33 +254,14 @@ def test_enable_refuses(refusal: Refusal) -> None:
 # ---- what no row can say -------------------------------------------------------------------------
 
 
-def other_batches(self, batches):
-    return None
-
-
-def other_loader(dataloader, device=None, num_processes=None):
-    return dataloader
-
-
-@pytest.mark.parametrize(
-    ("patch", "words"),
-    [
-        (
-            functools.partial(mock.patch.object, Trainer, "_get_num_items_in_batch", other_batches),
-            "_get_num_items_in_batch(batch_samples, device) is not there",
-        ),
-        (
-            functools.partial(mock.patch, "accelerate.data_loader.prepare_data_loader", other_loader),
-            "accelerate.data_loader.prepare_data_loader(num_processes, process_index",
-        ),
-    ],
-)
-def test_missing_touch_point_is_refused_with_versions(patch, words):
-    with patch(), pytest.raises(ringtile.RingtileError) as raised:
-        ringtile.enable(make_trainer(), CONFIG)
-    assert words in str(raised.value)
-    assert "is not there" in str(raised.value)
-    assert torch.__version__ in str(raised.value)
+def test_missing_touch_point_is_refused_with_versions():
+    owners = {"_get_num_items_in_batch(batch_samples, device)": Trainer, "sdpa_mask(attention_mask, q_": masking_utils}
+    for words, owner in owners.items():
+        name = words.partition("(")[0]
+        with mock.patch.object(owner, name, in_expert), pytest.raises(ringtile.RingtileError) as raised:
+            ringtile.enable(make_trainer(), CONFIG)
+        assert words in str(raised.value)
+        assert f"is not there (torch {torch.__version__}" in str(raised.value)
 
 
 def test_something_else_than_a_trainer_is_named():

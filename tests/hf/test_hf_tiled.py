@@ -11,8 +11,14 @@ from counting import Counting
 from hf_models import SIZES, tiny_model
 from hf_training import make_trainer
 from ringtile import Config, ConfigError, InputError, RefusedError, tile_mlps
-from ringtile.hf.loss import TiledLogits, _head_forward, install_tiled_loss, tile_tokens_of, tiled_causal_lm_loss
-from ringtile.hf.mlp import install_tiled_mlp
+from ringtile.hf.features.loss import (
+    TiledLogits,
+    _head_forward,
+    install_tiled_loss,
+    tile_tokens_of,
+    tiled_causal_lm_loss,
+)
+from ringtile.hf.features.mlp import install_tiled_mlp
 from ringtile.hf.patches import Patches
 from torch import Tensor, nn
 
@@ -105,7 +111,9 @@ def test_a_deep_copy_runs_its_own_weights() -> None:
 @pytest.mark.parametrize(("num_shards", "expected"), [(1, 26), (4, 7), (100, 1)])
 def test_num_shards_counts_tiles(num_shards, expected, monkeypatch) -> None:
     seen = []
-    monkeypatch.setattr("ringtile.hf.mlp.run_tiles", lambda module, forward, x, tile, original: seen.append(tile) or x)
+    monkeypatch.setattr(
+        "ringtile.hf.features.mlp.run_tiles", lambda module, forward, x, tile, original: seen.append(tile) or x
+    )
     model = tiny_model()
     tile_mlps(model, num_shards=num_shards)
     model.model.layers[0].mlp(torch.zeros(2, 13, SIZES["hidden_size"]))
@@ -205,7 +213,7 @@ def test_tile_of_the_loss_is_bounded_by_the_device_or_given() -> None:
 @pytest.fixture
 def oracle_loss(monkeypatch):
     """Substitutes the float64 definition for transformers' loss, so that double models pass the check for it."""
-    monkeypatch.setattr("ringtile.hf.loss.ForCausalLMLoss", causal_lm_loss)
+    monkeypatch.setattr("ringtile.hf.features.loss.ForCausalLMLoss", causal_lm_loss)
 
 
 @pytest.mark.usefixtures("oracle_loss")

@@ -9,7 +9,7 @@ import torch
 from hf_rollouts import train_rollouts
 from pool import run_ranks
 from ringtile import RefusedError
-from ringtile.hf import rollouts
+from ringtile.hf.features import rollouts
 from test_images_trl import processor, rows
 from test_rollouts import ALL as EVERYTHING
 from test_rollouts import RLOO, assert_equal

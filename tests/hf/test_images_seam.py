@@ -11,8 +11,10 @@ from hf_training import enter_world, make_trainer
 from pool import run_ranks
 from ringtile.hf.batch import active_batch
 from ringtile.hf.families import CACHES
+from ringtile.hf.feature import Enabled
+from ringtile.hf.features import seam
+from ringtile.hf.features.seam import language_model
 from ringtile.hf.patches import Patches
-from ringtile.hf.seam import Seam, language_model
 from test_images import MOVED, STEPS, Padded, made, make_rows
 
 from tools.models.tiny_images import image_model
@@ -62,9 +64,11 @@ def test_an_image_that_moves_leaves_other_documents_alone(name):
 
 
 def test_a_cache_is_no_image():
-    seam = Seam(image_model("qwen3_vl"), lambda path, embeddings: embeddings, Patches())
-    assert "pixel_values" in seam.keys
-    assert seam.keys.isdisjoint(CACHES)
+    model = image_model("qwen3_vl")
+    run = Enabled(None, model, model, ringtile.Config())
+    seam.FEATURE.install(run, Patches())
+    assert "pixel_values" in run.keys
+    assert run.keys.isdisjoint(CACHES)
 
 
 # ---- refusals -----------------------------------------------------------------------------------

@@ -12,8 +12,9 @@ import torch
 from hf_models import hybrid, tiny_model
 from ringtile import IntervalMask, Layout, LoopbackWorld, ShardedSequence, ring_attention
 from ringtile import keep as keeping
-from ringtile.hf import model, recurrent
+from ringtile.hf import model
 from ringtile.hf.batch import _Keeping, active, keep_in_checkpoints
+from ringtile.hf.features import recurrent
 from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.patches import Patches
 from ringtile.transport.loopback import LoopbackGroup

@@ -16,9 +16,9 @@ from hf_training import PROOF, TOLERANCE, make_pairs, make_trainer, train
 from pool import run_ranks
 from ringtile import IntervalMask
 from ringtile.first_batch.run import TIMES, record
+from ringtile.hf.features.trees import share, unfold
 from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.layers import LayerMask
-from ringtile.hf.shared_rows import share, unfold
 from ringtile.hf.trainer import first_batch_of
 from test_rollouts import ALL, SLOWLY, assert_equal, assert_same
 from torch import nn

@@ -24,7 +24,7 @@ from hf_towers import (
 from hf_training import TOLERANCE, make_trainer
 from peft import LoraConfig, get_peft_model
 from pool import run_ranks
-from ringtile.hf import images, towers
+from ringtile.hf.features import images, towers
 from ringtile.hf.patches import Patches
 from ringtile.transport.loopback import LoopbackWorld
 from torch import Tensor, nn

@@ -10,7 +10,7 @@ import torch
 from hf_towers import GRID, TowerCase, features_of, masked_tiles, packed, tiles, tower_case, tower_model
 from peft import LoraConfig, get_peft_model
 from ringtile.errors import PeerLostError, RefusedError, RingMismatchError
-from ringtile.hf import towers
+from ringtile.hf.features import towers
 from ringtile.hf.patches import Patches
 from ringtile.transport.loopback import LoopbackWorld
 from torch import nn

@@ -165,10 +165,10 @@ def _set_loss_of_the_model(trainer):
 
 
 AFTER = {
-    "loss_function": (Trainer, _set_loss_of_the_model, "LlamaForCausalLM was set after ringtile.enable"),
+    "loss_function": (Trainer, _set_loss_of_the_model, "set a loss of your own before ringtile.enable"),
     "parts": (Parts, lambda trainer: None, "calls its argument `model`, not a part of it"),
     "compute_loss": (Trainer, _replaced_loss, "expected a compute_loss that was set before ringtile.enable"),
-    "compute_loss_func": (Trainer, _set_loss_function, "compute_loss_func was set after ringtile.enable"),
+    "compute_loss_func": (Trainer, _set_loss_function, "set a loss of your own before ringtile.enable"),
     "attention": (Trainer, _set_attention, "was set to eager after ringtile.enable"),
 }
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from ringtile.config import Config
 from ringtile.errors import RefusedError
-from ringtile.hf import recurrent
 from ringtile.hf.batch import ShardedBatch, active
+from ringtile.hf.features import recurrent
 from ringtile.hf.patches import Patches
 from ringtile.planner.grpo import Grpo
 from ringtile.planner.live import Live

@@ -9,7 +9,7 @@ import torch
 from counting import Alive, Counting, relative_error
 from hf_models import FAMILIES, SIZES, tiny_encoder, tiny_model, with_lora
 from ringtile import InputError, RefusedError
-from ringtile.hf import stream
+from ringtile.hf.features import stream
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 

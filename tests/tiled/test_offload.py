@@ -18,8 +18,8 @@ from hf_training import make_trainer, train
 from pool import run_ranks
 from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf.batch import CHECKPOINTING
-from ringtile.hf.gc_callback import collect
-from ringtile.hf.offload import OffloadActivations, offload_activations
+from ringtile.hf.features.callbacks import collect
+from ringtile.hf.features.offload import OffloadActivations, offload_activations
 from ringtile.tiled.offload import ON_DEVICE, ActivationOffload, CudaTransfer
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -327,7 +327,7 @@ def test_trainer_offloads_under_ddp_with_ring_and_tiles() -> None:
 
 
 def test_on_a_cpu_nothing_is_offloaded_and_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="ringtile.hf.offload"):
+    with caplog.at_level(logging.WARNING, logger="ringtile.hf.features.offload"):
         run = train({"activation_offloading": True}, evaluate=False, max_steps=2, gradient_checkpointing=True)
     assert [record.getMessage() for record in caplog.records] == [
         "activation_offloading: the model is on the cpu, so nothing is offloaded: only CUDA devices have memory"
@@ -384,7 +384,7 @@ def test_cuda_keeps_two_hidden_states_on_the_device() -> None:
 def test_garbage_is_collected_at_train_begin_step_0_and_every_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer(max_steps=5)
     steps: list[int] = []
-    monkeypatch.setattr("ringtile.hf.gc_callback.collect", lambda: steps.append(trainer.state.global_step))
+    monkeypatch.setattr("ringtile.hf.features.callbacks.collect", lambda: steps.append(trainer.state.global_step))
     trainer.add_callback(ringtile.CollectGarbageCallback(2))
     trainer.train()
     assert steps == [0, 0, 2, 4]

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 import ringtile
 from ringtile.config import Config
-from ringtile.hf.mlp_search import find_mlps
-from ringtile.hf.norm import find_norms
+from ringtile.hf.features.mlp import find_mlps
+from ringtile.hf.features.norm import find_norms
 from ringtile.sequence.layout import PADDED_LIKE, resolved
 from ringtile.sequence.mask import IntervalMask
 

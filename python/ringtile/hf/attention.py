@@ -18,16 +18,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ringtile import keep
-from ringtile.attn.attention import attention, ring_attention
+from ringtile.attn.attention import ring_attention
 from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
 from ringtile.hf import temperature
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, main_input, waiting_batch
 from ringtile.hf.drawn_masks import intervals_of
 from ringtile.hf.families import EAGER_SINKS
-from ringtile.hf.keys import DOCUMENTS, LOSS, OUTPUT
+from ringtile.hf.keys import DOCUMENTS, LOSS, OUTPUT, key_of_tree
 from ringtile.hf.layers import is_causal, mask_of_layer
-from ringtile.hf.shared_rows import key_of_tree
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.stream.attend import running_chunk
@@ -127,10 +126,6 @@ def attention_forward(
                 f"the batch holds {tree}, and its model is called outside of the Trainer's steps; expected train(), "
                 f"evaluate() or predict()"
             )
-        if options.get("dropout", 0.0) > 0:
-            out: Tensor | None = _with_counted_dropout(module, query, key, value, attention_mask, options)
-            if out is not None:
-                return out, None
         return transformers_attention(module, query, key, value, attention_mask, options)
     _refuse_inexact(module, attention_mask, options, batch.causal)
     dropout, probability = None, options.get("dropout", 0.0)
@@ -204,47 +199,9 @@ def attends_whole(model: PreTrainedModel) -> bool:
 
 
 def _counted_dropout(module: nn.Module, query: Tensor, probability: float) -> AttentionDropout | None:
-    """What an attention module drops now (hf/dropout.py); None where no training step says so."""
+    """What an attention module drops now (hf/features/dropout.py); None where no training step says so."""
     dropout_of = getattr(module, DROPOUT, None)
     return None if dropout_of is None else cast("AttentionDropout | None", dropout_of(query, probability))
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _with_counted_dropout(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
-) -> Tensor | None:
-    """Attention on a batch that is not sharded, whose dropout a training step counts; None: transformers' own."""
-    if unknown_arguments(options, _KNOWN):
-        return None
-    mask = _intervals(module, query, key, attention_mask, options)
-    dropout = None if mask is None else _counted_dropout(module, query, options["dropout"])
-    if mask is None or dropout is None:
-        return None
-    q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
-    softcap, sinks = options.get("softcap") or 0.0, options.get("s_aux")
-    out = attention(q, k, v, mask=mask, scale=options.get("scaling"), softcap=softcap, sinks=sinks, dropout=dropout)
-    return cast("Tensor", out)
-
-
-def _intervals(
-    module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
-) -> IntervalMask | None:
-    """The mask of a batch that is not sharded; None where it is not one interval of keys for each query."""
-    seq_len = query.size(2)
-    if key.size(2) != seq_len:
-        return None
-    if attention_mask is None:
-        causal = options.get("is_causal")
-        causal = getattr(module, "is_causal", True) if causal is None else causal
-        return IntervalMask.causal(seq_len) if causal else IntervalMask.full(seq_len)
-    if attention_mask.shape[1:] != (1, seq_len, seq_len):
-        return None
-    found = getattr(attention_mask, _INTERVALS, None)  # of an earlier layer
-    if found is None:
-        found = _intervals_of(attention_mask)
-        setattr(attention_mask, _INTERVALS, (found,))
-        return found
-    return cast("tuple[IntervalMask | None]", found)[0]
 
 
 def _intervals_of(attention_mask: Tensor) -> IntervalMask | None:

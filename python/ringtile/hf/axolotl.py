@@ -18,8 +18,8 @@ from pydantic import BaseModel, field_validator
 
 from ringtile.config import TAKEN, WORDS, Config, Count, Section, flat
 from ringtile.errors import ConfigError
-from ringtile.hf.metrics import MetricsCallback
-from ringtile.hf.mlp import tile_mlps
+from ringtile.hf.features.callbacks import MetricsCallback
+from ringtile.hf.features.mlp import tile_mlps
 from ringtile.hf.model import base_model
 from ringtile.hf.trainer import enable
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,11 @@ from ringtile.attn.call import AttentionKernel
 from ringtile.errors import RefusedError
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.layers import LayerMask
-from ringtile.hf.shared_rows import SharedRows
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
+
+if TYPE_CHECKING:
+    from ringtile.hf.features.trees import SharedRows
 
 
 @dataclass(eq=False)
@@ -53,7 +55,8 @@ class ShardedBatch:
     group: ContextParallelGroup | None = None
     room: keep.Room | None = None  # for what its checkpointed layers keep; None: nothing
     rows: SharedRows | None = None  # the rows that its only row holds as a tree; None: its rows are the batch's
-    # Of a batch that is sharded where the language model begins (hf/seam.py): who may attend whom but for causality.
+    # Of a batch that is sharded where the language model begins (features/seam.py): who may attend whom but for
+    # causality.
     documents: IntervalMask | None = None
     whole_mask: Tensor | None = None  # (B, S): what the model then gets as its attention mask
     waits: bool = False  # for the language model, before which whole sequences run

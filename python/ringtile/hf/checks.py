@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import accelerate.data_loader
+import accelerate
 import torch
 import transformers
 from packaging.requirements import Requirement
@@ -23,17 +23,13 @@ from transformers.integrations import sdpa_attention
 
 from ringtile.config import Config
 from ringtile.errors import EXTRAS, ConfigError, RefusedError
-from ringtile.hf import recurrent
-from ringtile.hf.adapters import adds_tokens
-from ringtile.hf.balancing_loss import check_balancing_loss
 from ringtile.hf.batch import CHECKPOINTING
-from ringtile.hf.dropout import drops_attention
-from ringtile.hf.families import SAMPLING, WHOLE_SEQUENCES
-from ringtile.hf.layers import RECURRENT_TYPES, known_types, num_layers
+from ringtile.hf.families import WHOLE_SEQUENCES
+from ringtile.hf.group import parallelism_of
+from ringtile.hf.layers import RECURRENT_TYPES, known_types, mixers, num_layers
 from ringtile.hf.liger import check_liger
-from ringtile.hf.model import INSTEAD, text_modules
+from ringtile.hf.model import INSTEAD, adds_tokens, refuse_modules, text_modules
 from ringtile.hf.model_loss import is_sum_over_tokens, shifts_labels
-from ringtile.hf.parallelism import parallelism_of
 
 logger = logging.getLogger("ringtile")
 
@@ -50,14 +46,6 @@ _TRAINER_METHODS = {
     "get_total_train_batch_size": ("args",),
 }
 _FUNCTIONS = (
-    (
-        accelerate.data_loader,
-        "prepare_data_loader",
-        (
-            *("num_processes", "process_index", "split_batches", "put_on_device", "rng_types", "dispatch_batches"),
-            *("even_batches", "use_seedable_sampler", "data_seed", "non_blocking", "use_stateful_dataloader"),
-        ),
-    ),
     (sdpa_attention, "sdpa_attention_forward", ("module", "query", "key", "value", "attention_mask", "scaling")),
     (masking_utils, "sdpa_mask", ("attention_mask", "q_length", "kv_length", "mask_function")),
     (masking_utils, "eager_mask", ("attention_mask", "q_length", "kv_length", "mask_function")),
@@ -174,15 +162,6 @@ def check_not_compiled(trainer: Trainer) -> None:
         )
 
 
-def check_recurrent(trainer: Trainer, model: PreTrainedModel) -> None:
-    """Raises RefusedError where recurrent layers would be compiled."""
-    if trainer.args.torch_compile and recurrent.mixers(text_modules(model)):
-        raise RefusedError(
-            f"{type(model).__name__} has recurrent layers and {type(trainer).__name__} uses torch_compile; expected "
-            f"only one of the two: the recurrent layers have not been shown to survive compilation"
-        )
-
-
 def check_mean_over_targets(trainer: Trainer, model: PreTrainedModel) -> None:
     """Raises RefusedError where the loss of a shard would be a mean over that shard.
 
@@ -213,14 +192,9 @@ def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: boo
             f"AutoModelForMaskedLM or AutoModelForTokenClassification"
         )
     causal, modules = attends_causally(model), text_modules(model)
-    if reason := recurrent.unknown(modules):
-        raise RefusedError(
-            f"{reason}: no op of ringtile computes this recurrence; expected attention, a causal convolution, Mamba, "
-            f"Mamba-2, lightning attention or a gated delta rule: {INSTEAD}"
-        )
-    mixers = recurrent.mixers(modules)
+    of_recurrence = mixers(modules)
     layer_types = set(getattr(config, "layer_types", None) or ()) - known_types(causal)
-    if causal and mixers and len(mixers) == num_layers(config)[1]:
+    if causal and of_recurrence and len(of_recurrence) == num_layers(config)[1]:
         layer_types -= RECURRENT_TYPES | _TYPES_BY_TOKEN
     if layer_types:
         raise RefusedError(
@@ -230,28 +204,13 @@ def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: boo
     convolutions = [
         path
         for path, module in modules
-        if isinstance(module, nn.Conv1d) and not any(path.startswith(f"{mixer}.") for mixer in mixers)
+        if isinstance(module, nn.Conv1d) and not any(path.startswith(f"{mixer}.") for mixer in of_recurrence)
     ]
     if convolutions and not proved:
         raise RefusedError(
             f"{name} mixes neighboring tokens in {convolutions[0]} (Conv1d); expected attention only: {INSTEAD}"
         )
     refuse_modules(model, WHOLE_SEQUENCES)
-    check_balancing_loss(model)
-
-
-def check_shared_prefix(trainer: Trainer, model: PreTrainedModel) -> None:
-    """Raises RefusedError where rows that share tokens would not be those of the Trainer."""
-    if not shares_rows(trainer):
-        return  # its batches must be trees
-    if not attends_causally(model) or not shifts_labels(model):
-        raise RefusedError(f"shared_prefix: {type(model).__name__} is no causal language model; set it to false")
-    rates = [path for path, module in text_modules(model) if isinstance(module, nn.Dropout) and module.p > 0]
-    if rates or drops_attention(model):
-        raise RefusedError(
-            f"shared_prefix: the model drops ({(rates or ['attention'])[0]}), for each row other features of a token "
-            f"that rows share; expected rates of 0: set disable_dropout=True, or lora_dropout=0.0"
-        )
 
 
 def shares_rows(trainer: Trainer) -> bool:
@@ -310,21 +269,6 @@ def has_engine(model: nn.Module) -> bool:
     """Whether an engine that averages gradients over the ranks has wrapped the model."""
     inner = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     return isinstance(inner, _ENGINES) or type(inner).__name__ in _ENGINE_NAMES
-
-
-def check_sampling(model: PreTrainedModel) -> None:
-    """Raises RefusedError for a model that draws random numbers in training and has no setting against it."""
-    refuse_modules(model, SAMPLING)
-
-
-def refuse_modules(model: PreTrainedModel, reasons: dict[str, tuple[str, str]]) -> None:
-    """Raises RefusedError for a module of a class in reasons: (the attribute that makes it so or "", what it does)."""
-    for path, module in text_modules(model):
-        switch, reason = reasons.get(type(module).__name__, ("", ""))
-        if reason and (not switch or getattr(module, switch, True)):
-            raise RefusedError(
-                f"{path} ({type(module).__name__}) {reason}; expected tokens that ranks can share: {INSTEAD}"
-            )
 
 
 def _check_one_partition(trainer: Trainer) -> None:

@@ -19,7 +19,7 @@ _MAMBA = _CONV | {"mamba_selective_scan"}
 _MAMBA2 = _CONV | {"mamba2_split_conv1d_scan_combined", "mamba2_chunk_scan"}
 
 # Mixers that were read and tested, with the functions of their file that their forward calls to mix tokens. Each has
-# an equal in ringtile (hf/recurrent.py). Check: the forward calls no other function that mixes tokens, and each of
+# an equal in features/recurrent.py. Check: the forward calls no other function that mixes tokens, and each of
 # these takes the arguments of its equal. Documents and padding are in the batch; a mixer gets no mask.
 MIXERS: dict[str, frozenset[str]] = {
     **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _CONV),

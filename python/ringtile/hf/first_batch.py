@@ -26,8 +26,8 @@ from ringtile.first_batch.run import LossRun, record
 from ringtile.first_batch.trace import Trace
 from ringtile.first_batch.unchanged import Unchanged, without_checkpoints
 from ringtile.hf.cut import cut_batch
+from ringtile.hf.keys import key_of_tree
 from ringtile.hf.peers import of_a_collective
-from ringtile.hf.shared_rows import key_of_tree
 from ringtile.hf.strategy import LossOf, Strategy
 from ringtile.tiled.tiles import at_most
 from ringtile.transport.groups import transport_of

@@ -1,4 +1,5 @@
-"""The context-parallel group of a rank: the ranks that share one sequence, and their small collectives."""
+"""The context-parallel group of a rank: the ranks that share one sequence, and their small collectives; and what
+accelerate's ParallelismConfig says of groups."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor
 
 from ringtile.checksum import checksum
@@ -17,6 +19,25 @@ from ringtile.errors import ConfigError, InputError, RingMismatchError
 from ringtile.hf.masks import read
 from ringtile.peak_memory import memory_bytes
 from ringtile.transport.process_group import backend_name
+
+
+def parallelism_of(accelerator: Accelerator) -> Any:
+    """The accelerator's ParallelismConfig, or None."""
+    return getattr(accelerator, "parallelism_config", None)
+
+
+def deepspeed_shards_sequences(accelerator: Accelerator) -> bool:
+    """Whether DeepSpeed shards the sequence (ALST / Ulysses through accelerate), and ringtile stands back."""
+    parallelism = parallelism_of(accelerator)
+    return parallelism is not None and (
+        getattr(parallelism, "cp_backend", "torch") == "deepspeed" or bool(parallelism.sp_enabled)
+    )
+
+
+def accelerate_knows_groups(accelerator: Accelerator) -> bool:
+    """Whether accelerate already gives the ranks of a group the same batches, and counts each batch once."""
+    parallelism = parallelism_of(accelerator)
+    return parallelism is not None and bool(parallelism.cp_enabled)
 
 
 class ContextParallelGroup:

@@ -9,7 +9,7 @@ Shape letters: B batch, S global tokens, P padded global tokens, N local tokens,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ from ringtile.hf.batch import ShardedBatch, main_input
 from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, PADDING, REFUSED
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.masks import chunks_count, mask_of_batch, read
-from ringtile.hf.shared_rows import SharedRows
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.layout import PADDED_LIKE, Layout, resolved
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, transport_of
+
+if TYPE_CHECKING:
+    from ringtile.hf.features.trees import SharedRows
 
 _GLOBAL = {"labels"} | DOCUMENTS - PADDING.keys()  # read from the global batch, then dropped
 
@@ -61,7 +63,7 @@ def shard_batch(
     and (3 or 4, B, S) become (3 or 4, B, N). `attention_mask` (B, S) and the keys of packed batches become the mask;
     the local `attention_mask` (B, N) is left for code that counts tokens. There are no `shift_labels` where the model
     does not shift. A batch with anything that the model takes besides text stays whole but for its labels: it is
-    sharded inside the model (hf/seam.py). on_host: what `masks.read` returned for this batch, if it was called.
+    sharded inside the model (features/seam.py). on_host: what `masks.read` returned for this batch, if it was called.
     positions (B, S): the model would make these instead of 0, 1, .... rows: of which this batch, of one row, is the
     tree. Raises RefusedError for a batch whose result would differ from one process, MaskNotExpressibleError,
     InputError.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from ringtile.hf.families import CACHES
 
@@ -48,3 +49,8 @@ REFUSED = {name: key.refused for name, key in KEYS.items() if key.refused}
 # Of one row that is a tree: as IntervalMask.tree takes it, or as TRL's TreeRow.pack makes it.
 TREE = ("tree_parents", "tree_lengths")
 SEGMENTS = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
+
+
+def key_of_tree(inputs: Mapping[str, Any]) -> str | None:
+    """The key by which a batch says that its row is a tree; None: it is none."""
+    return next((keys[0] for keys in (TREE, SEGMENTS) if keys[0] in inputs), None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
+
+from ringtile.hf.families import MIXERS
 
 
 class LayerMask(NamedTuple):
@@ -37,6 +39,11 @@ def num_layers(config: Any) -> tuple[int, int]:
     kinds = getattr(config, "layer_types", None) or ()
     recurrent = sum(kind in RECURRENT_TYPES for kind in kinds)
     return (sum(kind in _TYPES_OF_DECODERS or kind == "hybrid" for kind in kinds) if recurrent else total), recurrent
+
+
+def mixers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
+    """Return the mixers among modules, by path; also those that FSDP2 shards, which it gives a class of its own."""
+    return {path: module for path, module in modules if any(cls.__name__ in MIXERS for cls in type(module).__mro__)}
 
 
 def layer_masks(config: Any, causal: bool = True) -> list[LayerMask]:

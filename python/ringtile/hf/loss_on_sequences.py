@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ringtile.first_batch.outputs import sum_of_outputs
-from ringtile.hf import adapters, checks, data, model
+from ringtile.hf import checks, model, one_process
 from ringtile.hf.batch import ShardedBatch, active, main_input
 from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.random_draws import RandomDraws
@@ -38,15 +38,15 @@ class LossOnSequences(Strategy):
     @property
     def entry(self) -> nn.Module:
         assert self.trainer.model is not None  # base_model has refused it otherwise
-        return self.base.base_model if has_score(self.base) else adapters.receiver(self.trainer.model)
+        return self.base.base_model if has_score(self.base) else model.receiver(self.trainer.model)
 
     def install_loss(self) -> None:
         trainer = self.trainer
         self.in_step = False  # inside compute_loss or prediction_step
         self.hooks: list[UnshardedOutputs] = []
         for name in ("compute_loss", "prediction_step"):
-            self.replace(trainer, name, self._in_step)
-        self.gather_with(data.gather_rows)
+            self.patches.wrap(trainer, name, self._in_step)
+        self.gather_with(one_process.gather_rows)
         assert trainer.model is not None  # base_model has refused it otherwise
         self.proved = self.hook(trainer.model)
         if (reference := getattr(trainer, "ref_model", None)) is not None:
@@ -54,14 +54,14 @@ class LossOnSequences(Strategy):
 
     def hook(self, wrapped: nn.Module) -> nn.Module:
         """Makes a model run on shards where the Trainer's loss calls it. Returns the module that is called."""
-        wrapped = adapters.receiver(self.trainer.accelerator.unwrap_model(wrapped))
+        wrapped = model.receiver(self.trainer.accelerator.unwrap_model(wrapped))
         base = model.base_model(wrapped)
         self.switch_model(wrapped, base)
         if not has_score(base):
             watch_loss(wrapped, base, self.patches)
         hooks = UnshardedOutputs(self._shard_in_step, self.check_used, self.group, RandomDraws(base))
         if hasattr(base, "generate"):
-            self.replace(base, "generate", functools.partial(self._generate_whole, base))
+            self.patches.wrap(base, "generate", functools.partial(self._generate_whole, base))
         called = self.called(wrapped, base)
         hooks.install(called, base, self.patches)
         self.hooks.append(hooks)

@@ -17,11 +17,10 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from ringtile.errors import RefusedError
-from ringtile.hf import checks, data
+from ringtile.hf import checks, one_process
 from ringtile.hf.batch import ShardedBatch, active, active_batch
-from ringtile.hf.group import ContextParallelGroup
+from ringtile.hf.group import ContextParallelGroup, accelerate_knows_groups
 from ringtile.hf.model_loss import check_loss, watch_loss
-from ringtile.hf.parallelism import accelerate_knows_groups
 from ringtile.hf.patches import Patches
 from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy
@@ -33,7 +32,6 @@ class LossOnShards(Strategy):
     def check(self) -> None:
         checks.check_mean_over_targets(self.trainer, self.base)
         checks.check_model(self.base, proved=self.config.first_batch_check)
-        checks.check_recurrent(self.trainer, self.base)
         if checks.uses_model_loss(self.trainer):
             check_loss(self.base)
 
@@ -48,12 +46,11 @@ class LossOnShards(Strategy):
         self.counts_ranks = False  # whether the Trainer has counted the items of every rank of a group
         self.draws = RandomDraws(self.base)
         self.watches_loss = checks.uses_model_loss(trainer)
-        self.replace(trainer, "compute_loss", self._compute_loss)
-        self.replace(trainer, "prediction_step", self._prediction_step)
+        self.patches.wrap(trainer, "compute_loss", self._compute_loss)
+        self.patches.wrap(trainer, "prediction_step", self._prediction_step)
         self.gather_with(_gather)
         if trainer.label_smoother is not None:
-            self.replace(trainer, "label_smoother", self._smooth_labels)
-        self.losses = trainer.compute_loss_func, trainer.label_smoother
+            self.patches.wrap(trainer, "label_smoother", self._smooth_labels)
         self.switch_model(self.entry, self.base)
         if self.watches_loss:
             watch_loss(self.entry, self.base, self.patches)
@@ -82,15 +79,6 @@ class LossOnShards(Strategy):
         self.check_used(batch, self.watches_loss and batch.num_targets is not None)
 
     # ---- training -------------------------------------------------------------------------------
-
-    def check_unchanged(self) -> None:
-        super().check_unchanged()
-        for name, before in zip(("compute_loss_func", "label_smoother"), self.losses, strict=True):
-            if getattr(self.trainer, name) is not before:
-                raise RefusedError(
-                    f"{name} was set after ringtile.enable, which prepared the Trainer for another loss; expected it "
-                    f"before: call ringtile.enable after it"
-                )
 
     def _compute_loss(
         self,
@@ -246,5 +234,5 @@ class _MeanOverGroup(torch.autograd.Function):
 def _gather(accelerator: Accelerator, group: ContextParallelGroup, values: Any) -> Any:
     """`gather_for_metrics`: in a loss, of a shard's part of each number; elsewhere, as in a loop of the user's own, of
     rows, which all ranks of a group hold."""
-    gather = data.gather_rows if active_batch() is None else data.gather_parts
+    gather = one_process.gather_rows if active_batch() is None else one_process.gather_parts
     return gather(accelerator, group, values)

@@ -1,15 +1,13 @@
-"""Changes to a model under context parallelism: its attention, and rotary embeddings that depend on the sequence
-length."""
+"""A model under context parallelism: its parts, and its attention."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
@@ -38,10 +36,48 @@ def base_model(model: nn.Module | None) -> PreTrainedModel:
     return base
 
 
+def receiver(model: nn.Module) -> nn.Module:
+    """The module whose inputs are whole sequences: the model, or the one inside it, if the model puts tokens of its own
+    before each sequence (prompt tuning, p-tuning, CPT)."""
+    return model.get_submodule("base_model") if adds_tokens(model) else model
+
+
+def adds_tokens(model: nn.Module | None) -> bool:
+    return any(config.is_prompt_learning for config in adapters_of(model))
+
+
+def adapters_of(model: nn.Module | None) -> list[Any]:
+    configs = getattr(model, "peft_config", None)
+    return list(configs.values()) if isinstance(configs, dict) else []
+
+
+def drops_attention(base: PreTrainedModel) -> bool:
+    """Whether the configuration of the text model has a rate of attention dropout above 0."""
+    return any(rate > 0 for rate in _attention_rates(base.config.get_text_config().to_dict()))
+
+
+def _attention_rates(config: Mapping[str, Any]) -> Iterator[float]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _attention_rates(value)
+        elif isinstance(value, int | float) and "att" in name and "drop" in name:
+            yield value
+
+
 def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """The modules that run for text, with their paths: without the towers of a model that takes images or sound too."""
     roots = [f"{path}." for path in towers(model)]
     return [(path, m) for path, m in model.named_modules() if not any(f"{path}.".startswith(root) for root in roots)]
+
+
+def refuse_modules(model: PreTrainedModel, reasons: dict[str, tuple[str, str]]) -> None:
+    """Raises RefusedError for the first module whose class has a reason, with a setting that is on or none."""
+    for path, module in text_modules(model):
+        switch, reason = reasons.get(type(module).__name__, ("", ""))
+        if reason and (not switch or getattr(module, switch, True)):
+            raise RefusedError(
+                f"{path} ({type(module).__name__}) {reason}; expected tokens that ranks can share: {INSTEAD}"
+            )
 
 
 def refuse_towers(model: PreTrainedModel, patches: Patches) -> None:
@@ -119,32 +155,3 @@ def _set_attention(model: PreTrainedModel) -> None:
     names = dict.fromkeys(model.config.sub_configs, attention.NAME) | {"": attention.NAME}
     previous = _own_attention[model]
     model.set_attn_implementation(names | {name: previous[name] for name in _tower_configs(model) & previous.keys()})
-
-
-def pin_rope_length(model: PreTrainedModel, patches: Patches) -> None:
-    """Shows the largest global position to rotary embeddings whose frequencies depend on the sequence length.
-
-    "dynamic" and "longrope" read the length off their position ids, and the ids of a shard would give each rank other
-    frequencies. The largest global position is appended to the ids, and its row dropped from the result.
-    """
-    for rotary in _rotary_embeddings(model):
-        kinds = getattr(rotary, "rope_type", None)
-        kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
-        if any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds):
-            patches.wrap(rotary, "forward", _with_global_length)
-
-
-def _with_global_length(
-    original: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor]:
-    batch = active_batch()
-    if batch is None:
-        cos, sin = original(x, position_ids, *args, **kwargs)
-        return cos, sin
-    last = position_ids.new_full((position_ids.size(0), 1), batch.max_position)
-    cos, sin = original(x, torch.cat([position_ids, last], dim=1), *args, **kwargs)
-    return cos[:, :-1], sin[:, :-1]
-
-
-def _rotary_embeddings(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -100,3 +101,35 @@ def _with_global_ids(
         assert batch.position_ids is not None
         position_ids = batch.position_ids[0]  # (N,), as the model passes them: all rows count alike
     return original(*args, position_ids=position_ids, **kwargs)
+
+
+# ---- rotary embeddings that depend on the length of a sequence ----------------------------------
+
+
+def pin_rope_length(model: PreTrainedModel, patches: Patches) -> None:
+    """Shows the largest global position to rotary embeddings whose frequencies depend on the sequence length.
+
+    "dynamic" and "longrope" read the length off their position ids, and the ids of a shard would give each rank other
+    frequencies. The largest global position is appended to the ids, and its row dropped from the result.
+    """
+    for rotary in _rotary_embeddings(model):
+        kinds = getattr(rotary, "rope_type", None)
+        kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+        if any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds):
+            patches.wrap(rotary, "forward", _with_global_length)
+
+
+def _with_global_length(
+    original: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    batch = active_batch()
+    if batch is None:
+        cos, sin = original(x, position_ids, *args, **kwargs)
+        return cos, sin
+    last = position_ids.new_full((position_ids.size(0), 1), batch.max_position)
+    cos, sin = original(x, torch.cat([position_ids, last], dim=1), *args, **kwargs)
+    return cos[:, :-1], sin[:, :-1]
+
+
+def _rotary_embeddings(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]

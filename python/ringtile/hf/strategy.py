@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,28 +24,29 @@ from ringtile import keep
 from ringtile.config import Config
 from ringtile.errors import ConfigError, MaskNotExpressibleError, RefusedError
 from ringtile.first_batch.trace import ModelCall, Trace
-from ringtile.hf import adapters, attention, checks, data, model, recurrent, towers
+from ringtile.hf import attention, checks, model, one_process
 from ringtile.hf.attention import attends_whole
-from ringtile.hf.balancing_loss import install_balancing_loss
 from ringtile.hf.batch import ShardedBatch, forget_checkpoints, keep_in_checkpoints, main_input
-from ringtile.hf.dropout import CountedDropout, check_countable
-from ringtile.hf.group import ContextParallelGroup
+from ringtile.hf.feature import Enabled
+from ringtile.hf.features import adapters, balancing_loss, dropout, recurrent, seam, towers
+from ringtile.hf.features.dropout import CountedDropout
+from ringtile.hf.features.trees import share, unfold
+from ringtile.hf.group import ContextParallelGroup, accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.inputs import Reading, shard_batch
-from ringtile.hf.layers import layer_masks, num_layers
+from ringtile.hf.keys import key_of_tree
+from ringtile.hf.layers import layer_masks, mixers, num_layers
 from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.model_loss import loss_of_its_own, shifts_labels
 from ringtile.hf.one_process import COLLECTIVES, OneProcess
 from ringtile.hf.packing import Packing, positions_separate
-from ringtile.hf.parallelism import accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.patches import Patches
-from ringtile.hf.positions import Positions
-from ringtile.hf.seam import Seam
-from ringtile.hf.shared_rows import key_of_tree, share, unfold
+from ringtile.hf.positions import Positions, pin_rope_length
 from ringtile.sequence.layout import resolved
 
 if TYPE_CHECKING:
     from ringtile.hf.first_batch import FirstBatch
 
+FEATURES = tuple(each.FEATURE for each in (towers, seam, recurrent, balancing_loss, adapters))
 LossOf = Callable[[nn.Module, dict[str, Any]], Tensor | None]
 
 
@@ -57,17 +58,19 @@ class Strategy(abc.ABC):
 
     def __init__(self, trainer: Trainer, base: PreTrainedModel, config: Config, patches: Patches) -> None:
         self.trainer, self.base, self.config, self.patches = trainer, base, config, patches
+        assert trainer.model is not None  # base_model has refused it otherwise
+        for feature in FEATURES:
+            feature.refuse(Enabled(trainer, trainer.model, base, config))
         self.check()
         if trainer.train_dataset is not None:
-            check_countable(base)  # here, not in the first step, which may come hours later
-            checks.check_sampling(base)
+            dropout.refuse(base)  # here, not in the first step, which may come hours later
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
         patches.on_restore(self.group.close)
         self.room: keep.Room | None = None  # for what checkpointed layers keep; made before each forward
         self.dropout = CountedDropout(trainer, self.group.data_index, self.group.data_size)
         self.causal, self.shifts_labels = checks.attends_causally(base), shifts_labels(base)
         self.layers = set(layer_masks(base.config.get_text_config(), self.causal))
-        hybrid, speaks = bool(recurrent.mixers(model.text_modules(base))), trainer.args.process_index == 0
+        hybrid, speaks = bool(mixers(model.text_modules(base))), trainer.args.process_index == 0
         # States are passed from stretch to stretch, of which a balanced layout makes many.
         self.layout = resolved(config.layout) if hybrid else config.layout
         self.shares_rows = checks.shares_rows(trainer)
@@ -102,44 +105,31 @@ class Strategy(abc.ABC):
         trainer, accelerator = self.trainer, self.trainer.accelerator
         self.patches.add_callback(trainer, Steps(self))
         if self.group.size > 1:
-            self.replace(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
-            self.replace(trainer, "evaluation_loop", self._evaluation_loop)
+            self.patches.wrap(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
+            self.patches.wrap(trainer, "evaluation_loop", self._evaluation_loop)
             if trainer.args.include_num_input_tokens_seen != "no":
-                self.replace(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
+                self.patches.wrap(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
             if accelerate_knows_groups(accelerator):
                 self.patches.set(accelerator, "_prepare_cp", self._prepare_cp)
             else:
-                self.replace(trainer, "get_batch_samples", self.in_one_process)
-                self.replace(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
-                self.replace(accelerator, "prepare_data_loader", self._prepare_data_loader)
+                self.patches.wrap(trainer, "get_batch_samples", self.in_one_process)
+                self.patches.wrap(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
+                self.patches.wrap(accelerator, "prepare_data_loader", self._prepare_data_loader)
         self.install_loss()
-        self.loss_function = getattr(self.base, "_loss_function", None)
         self.dropout.install(self.base, self.entry, self.patches)
 
     def __deepcopy__(self, memo: Any) -> Strategy:
         """A copy of a model has hooks of the same strategy: it is no copy of the Trainer."""
         return self
 
-    def replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        """Sets `owner.name` to replacement(original, ...); to the original while DeepSpeed shards sequences."""
-
-        def unless_deepspeed_shards(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if deepspeed_shards_sequences(self.trainer.accelerator):
-                return original(*args, **kwargs)
-            return replacement(original, *args, **kwargs)
-
-        self.patches.wrap(owner, name, unless_deepspeed_shards)
-
     def switch_model(self, wrapped: nn.Module, base: PreTrainedModel) -> None:
         """Makes a model run on shards. wrapped: the model with its adapters; base: the model inside."""
         model.switch_attention(wrapped, self.patches)
-        model.pin_rope_length(base, self.patches)
-        model.refuse_towers(base, self.patches)
-        towers.install(base, self.group.process_group, self.patches)
-        self.of_model |= Seam(base, self._entered, self.patches).keys
-        recurrent.install(base, self.patches)
-        install_balancing_loss(wrapped, base, self.patches)
-        adapters.scale_regularizer(wrapped, self.patches)
+        pin_rope_length(base, self.patches)
+        run = Enabled(self.trainer, wrapped, base, self.config, self.group, self._entered)
+        for feature in FEATURES:
+            feature.install(run, self.patches)
+        self.of_model |= run.keys
         self.patches.on_restore(functools.partial(forget_checkpoints, wrapped))
 
     @contextlib.contextmanager
@@ -257,7 +247,8 @@ class Strategy(abc.ABC):
         main = main_input((), dict(inputs))
         if main is None or not attends_whole(self.base):
             return False
-        if recurrent.mixers(model.text_modules(self.base)):  # transformers' are less exact, and join documents
+        if mixers(model.text_modules(self.base)) or model.drops_attention(self.base):
+            # Recurrent layers of transformers are less exact, and join documents; no counters drop its attention.
             return False
         rows, seq_len = main.shape[:2]
         mask = mask_of_batch(inputs, rows, seq_len, bool(self.packing.separate), self.causal)
@@ -300,7 +291,7 @@ class Strategy(abc.ABC):
     def prepare_training(self, model: nn.Module) -> None:
         """Prepares a model to train, and checks the first one: only then has its engine wrapped it."""
         if model.training and not self.training_checked:
-            self.check_unchanged()
+            self._check_attention()
             if self.group.size > 1:
                 checks.check_training_model(model)
             self.dropout.check(self.base)
@@ -310,13 +301,8 @@ class Strategy(abc.ABC):
             # For what the checkpointed layers of this forward and backward keep.
             self.room = keep.room_of(self.config.keep_attention, self.group.memory_bytes)
 
-    def check_unchanged(self) -> None:
-        """RefusedError: what `ringtile.enable` has replaced was replaced again since."""
-        if getattr(self.base, "_loss_function", None) is not self.loss_function:
-            raise RefusedError(
-                f"the loss_function of {type(self.base).__name__} was set after ringtile.enable; expected it before: "
-                f"call ringtile.enable after it"
-            )
+    def _check_attention(self) -> None:
+        """RefusedError: the attention that `ringtile.enable` has set was set again since."""
         implementation = self.base.config.get_text_config()._attn_implementation
         if implementation != attention.NAME:
             raise RefusedError(
@@ -330,6 +316,8 @@ class Strategy(abc.ABC):
         self, original: Callable[..., Any], model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
         """Makes transformers' own sharding a no-op: ringtile shards once, for training and evaluation alike."""
+        if deepspeed_shards_sequences(self.trainer.accelerator):
+            return cast("tuple[Callable[[], Any], dict[str, Any]]", original(model, inputs))
         return contextlib.nullcontext, inputs
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
@@ -339,32 +327,32 @@ class Strategy(abc.ABC):
         return args
 
     def gather_with(self, gather: Callable[..., Any]) -> None:
-        """Makes `accelerator.gather_for_metrics`, which TRL calls for what it logs, one of `ringtile.hf.data`."""
+        """Makes `accelerator.gather_for_metrics`, which TRL calls for what it logs, rows or parts of one_process.py."""
         accelerator = self.trainer.accelerator
         if self.group.size == 1:
             return
 
         def gathered(original: Callable[..., Any], input_data: Any, use_gather_object: bool = False) -> Any:
             if use_gather_object:
-                raise data.refused_objects(input_data)
+                raise one_process.refused_objects(input_data)
             return gather(accelerator, self.group, input_data)
 
-        self.replace(accelerator, "gather_for_metrics", gathered)
+        self.patches.wrap(accelerator, "gather_for_metrics", gathered)
 
     # ---- data and counting ----------------------------------------------------------------------
 
     def _prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        return data.prepare_loader(self.trainer.accelerator, self.group, data_loader)
+        return OneProcess(self.trainer.accelerator, self.group).prepare_data_loader(data_loader, *args, **kwargs)
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keeps one copy of each row: the ranks of a group evaluate the same rows."""
         trainer = self.trainer
         previous, prepared = trainer.gather_function, list(trainer.accelerator._models)
-        trainer.gather_function = functools.partial(data.gather_rows, trainer.accelerator, self.group)
+        trainer.gather_function = functools.partial(one_process.gather_rows, trainer.accelerator, self.group)
         try:
             output = original(*args, **kwargs)
             prefix = inspect.signature(original).bind(*args, **kwargs).arguments.get("metric_key_prefix", "eval")
-            metrics = data.EvaluationMetrics(
+            metrics = one_process.EvaluationMetrics(
                 output.metrics, prefix, output.num_samples, trainer.args.eval_batch_size, self.group
             )
             return output._replace(metrics=metrics)
@@ -408,8 +396,6 @@ class Steps(TrainerCallback):
         """After the backward of a batch. RefusedError: the first one was not sharded, so that each rank computed whole
         rows."""
         trainer, size = self._strategy.trainer, self._strategy.group.size
-        if deepspeed_shards_sequences(trainer.accelerator):
-            return
         if not self._checked and self._strategy.num_batches == self._batches:
             raise RefusedError(
                 f"the loss of {type(trainer).__name__} in the first training step did not call the model that "

@@ -13,24 +13,20 @@ from transformers import PreTrainedModel, Trainer
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError
 from ringtile.first_batch.compare import Comparison
-from ringtile.hf import adapters, checks, model
+from ringtile.hf import checks, model
 from ringtile.hf.checkpoints import Checkpoints
+from ringtile.hf.feature import Enabled, Feature
+from ringtile.hf.features import loss, mlp, norm, offload, stream, trees
+from ringtile.hf.features.callbacks import MetricsCallback
+from ringtile.hf.features.rollouts import LossOnRollouts, generates
 from ringtile.hf.first_batch import FirstBatch
-from ringtile.hf.group import ContextParallelGroup
+from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences, parallelism_of
 from ringtile.hf.liger import apply_liger
-from ringtile.hf.loss import install_tiled_loss
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.loss_on_shards import LossOnShards
-from ringtile.hf.metrics import MetricsCallback
-from ringtile.hf.mlp import install_tiled_mlp
-from ringtile.hf.norm import install_tiled_norm
-from ringtile.hf.offload import OffloadActivations, check_offload
-from ringtile.hf.parallelism import deepspeed_shards_sequences, parallelism_of
 from ringtile.hf.patches import Patches
 from ringtile.hf.peers import Peers
-from ringtile.hf.rollouts import LossOnRollouts, generates
 from ringtile.hf.strategy import Strategy
-from ringtile.hf.stream import install_stream
 from ringtile.transport.groups import transport_of
 
 logger = logging.getLogger("ringtile")
@@ -44,6 +40,9 @@ class _Session(NamedTuple):
     first_batch: FirstBatch | None  # None: nothing is sharded, or it is not to be checked
 
 
+FEATURES = tuple(
+    each.FEATURE for each in (mlp, norm, loss, stream, offload, trees)
+)  # whether a sequence is sharded or not
 _ENTRIES = ("train", "evaluation_loop", "save_model")  # methods in which a rank may wait for others
 _SESSION = "_ringtile_session"  # the attribute of an enabled Trainer that holds its _Session
 
@@ -111,23 +110,15 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
     if trainer.args.process_index == 0:
         _show_log(patches)
     base = model.base_model(trainer.model)
+    assert trainer.model is not None  # base_model has refused it otherwise
+    run = Enabled(trainer, trainer.model, base, config)
+    features = Feature.asked(FEATURES, config)
+    for feature in features:
+        feature.refuse(run)
     apply_liger(trainer, patches)
-    if config.tiled_mlp:
-        install_tiled_mlp(base, config, patches)
-    if config.tiled_norm:
-        install_tiled_norm(base, config.tile_tokens, patches)
-    if config.tiled_loss:
-        install_tiled_loss(base, config, patches)
-    if config.stream:
-        install_stream(trainer, base, config, patches)
-    if config.activation_offloading:
-        check_offload(trainer.args)
-        offload = OffloadActivations()
-        patches.add_callback(trainer, offload)
-        patches.on_restore(offload.patches.restore)
+    for feature in features:
+        feature.install(run, patches)
     group, first_batch = None, None
-    if config.shared_prefix:
-        checks.check_shared_prefix(trainer, base)
     if config.attends and not deepspeed_shards_sequences(trainer.accelerator):
         strategy = _shard(trainer, base, config, patches)
         if config.first_batch_check:
@@ -141,8 +132,6 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
 def _shard(trainer: Trainer, base: PreTrainedModel, config: Config, patches: Patches) -> Strategy:
     """Makes the Trainer compute on sharded sequences."""
     checks.check_trainer(trainer)
-    assert trainer.model is not None  # base_model has refused it otherwise
-    adapters.check_adapters(trainer.model)
     checks.check_deepspeed(trainer, base)
     strategy = _strategy_of(trainer)(trainer, base, config, patches)
     strategy.install()

@@ -17,7 +17,6 @@ from ringtile.errors import RefusedError
 from ringtile.hf.attention import hide_attention_mask
 from ringtile.hf.batch import ShardedBatch, activate, active_batch
 from ringtile.hf.group import ContextParallelGroup
-from ringtile.hf.loss import TiledLogits
 from ringtile.hf.patches import Patches
 from ringtile.hf.random_draws import RandomDraws, Watch
 
@@ -136,8 +135,9 @@ def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _unshard(batch: ShardedBatch, model: str, name: str, value: Any) -> Any:
     """One output of the model, unsharded. Raises RefusedError for an output that is not known to be per token."""
-    if value is None or name in ("aux_loss", "loss") or isinstance(value, TiledLogits):  # which refuse to be read
-        return value  # a balancing loss is that of the whole sequence
+    is_tiled = name == "logits" and not isinstance(value, Tensor)  # these refuse to be read
+    if value is None or name in ("aux_loss", "loss") or is_tiled:  # a balancing loss is that of the whole sequence
+        return value
     if name == "hidden_states" and isinstance(value, tuple):
         return tuple(_unshard(batch, model, name, layer) for layer in value)
     if name in _PER_TOKEN and isinstance(value, Tensor):

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedModel
 
 from ringtile.errors import ConfigError, RefusedError
-from ringtile.hf.images import deal, read
+from ringtile.hf.features.images import deal, read
+from ringtile.hf.features.towers import gathered
 from ringtile.hf.model import towers
 from ringtile.hf.patches import Patches
-from ringtile.hf.towers import gathered
 from ringtile.planner.live import Live
 from ringtile.transport.groups import Group
 

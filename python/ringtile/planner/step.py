@@ -34,13 +34,14 @@ from ringtile.attn.attention import RingAttention
 from ringtile.attn.call import AttentionCall
 from ringtile.errors import RefusedError
 from ringtile.first_batch.unchanged import without_checkpoints
-from ringtile.hf import checks, recurrent
+from ringtile.hf import checks
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active, checkpoints
-from ringtile.hf.layers import mask_of_layer
-from ringtile.hf.loss import install_tiled_loss
-from ringtile.hf.mlp import install_tiled_mlp
+from ringtile.hf.features import recurrent
+from ringtile.hf.features.loss import install_tiled_loss
+from ringtile.hf.features.mlp import install_tiled_mlp
+from ringtile.hf.features.norm import install_tiled_norm
+from ringtile.hf.layers import mask_of_layer, mixers
 from ringtile.hf.model import INSTEAD, text_modules
-from ringtile.hf.norm import install_tiled_norm
 from ringtile.hf.patches import Patches
 from ringtile.planner import grpo
 from ringtile.planner.adapters import add_lora
@@ -161,7 +162,7 @@ class TrainingStep:
             patches.set(module, "tiles", self._live.tiles)
         if setup.images is not None:
             self._images = PlannedImages(model, setup.images, setup.batch, self._live, setup.on_gpu)
-        if recurrent.mixers(text_modules(model)):
+        if mixers(text_modules(model)):
             self._is_recurrent = True
             recurrent.install(model, patches)
             patches.set(kernels, "_check_kernel", lambda name, x: None)  # which computes
@@ -378,7 +379,7 @@ def check(model: PreTrainedModel, setup: Setup) -> None:
     name = type(model).__name__
     if reason := recurrent.unknown(text_modules(model)):
         raise RefusedError(f"{name}: {reason}, which the planner does not know; measure it with a short training")
-    if recurrent.mixers(text_modules(model)) and (setup.grpo is not None or setup.images is not None):
+    if mixers(text_modules(model)) and (setup.grpo is not None or setup.images is not None):
         raise RefusedError(
             f"{name} has recurrent layers, with which a GRPO step and images are not planned; expected a step on text: "
             f"measure it with a short training"

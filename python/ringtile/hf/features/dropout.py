@@ -10,8 +10,9 @@ Shape letters: B batch, N local tokens, T = B*N tokens flattened, F features.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, cast
@@ -24,11 +25,14 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from ringtile import ops
 from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
-from ringtile.hf import attention, neftune
+from ringtile.hf import attention
 from ringtile.hf.batch import CHECKPOINTING, active_batch
-from ringtile.hf.model import text_modules
+from ringtile.hf.families import SAMPLING
+from ringtile.hf.feature import HOOKS
+from ringtile.hf.model import drops_attention, refuse_modules, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.tiled.tiles import running_tile
+from ringtile.torch_ops import random_numbers
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}  # in the path of a module inside torch's wrappers
 _OF_ATTENTION = {"attn_dropout", "attention_dropout"}  # names of modules whose rate attention reads (GPT-2)
@@ -105,7 +109,7 @@ class CountedDropout(TrainerCallback):
 
     def check(self, base: PreTrainedModel) -> None:
         """Raises RefusedError for a dropout that would draw, such as one that was added since `install`."""
-        check_countable(base)
+        _check_countable(base)
         for path, module in text_modules(base):
             if not isinstance(module, nn.Dropout) or module.p == 0 or _is_of_attention(path):
                 continue
@@ -218,8 +222,8 @@ class CountedDropout(TrainerCallback):
                 return cast("Tensor", neftune_post_forward_hook(module, args, output))  # type: ignore[no-untyped-call]
             stream = _stream(name, _call_number(name, None, tokens, recomputes))
             num_features, key = output.size(-1), (self._trainer.args.seed, tokens.step)
-            largest = neftune.largest_of(alpha, tokens.seq_len, num_features)
-            return output + neftune.noise(places, num_features, largest, output.dtype, key, stream).view_as(output)
+            largest = _largest_noise(alpha, tokens.seq_len, num_features)
+            return output + _noise(places, num_features, largest, output.dtype, key, stream).view_as(output)
 
         patches.set(embeddings, "neftune_noise_alpha", alpha)  # which transformers' hook reads
         patches.on_restore(embeddings.register_forward_hook(add_noise).remove)
@@ -238,19 +242,6 @@ class CountedDropout(TrainerCallback):
 
         counted: Callable[[Tensor, float], AttentionDropout | None] = dropout_of
         return counted
-
-
-def drops_attention(base: PreTrainedModel) -> bool:
-    """Whether the configuration of the text model has a rate of attention dropout above 0."""
-    return any(rate > 0 for rate in _attention_rates(base.config.get_text_config().to_dict()))
-
-
-def _attention_rates(config: Mapping[str, Any]) -> Iterator[float]:
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from _attention_rates(value)
-        elif isinstance(value, int | float) and "att" in name and "drop" in name:
-            yield value
 
 
 def _attention_modules(base: PreTrainedModel) -> set[nn.Module]:
@@ -305,7 +296,31 @@ def _call_number(name: str, layer: nn.Module | None, tokens: _Tokens, recomputes
     return call
 
 
-def check_countable(base: PreTrainedModel) -> None:
+def _noise(
+    places: Tensor, num_features: int, largest: float, dtype: torch.dtype, key: tuple[int, int], stream: int
+) -> Tensor:
+    """NEFTune's noise on embeddings (arXiv:2310.05914): uniform in [-largest, largest], (T, F) of dtype, for the tokens
+    at places (T, 2): row and position. In torch's own operations: of one draw a forward pass, a kernel would save
+    nothing that is seen."""
+    parts = [
+        ((words - 2**31).to(torch.float32) * (largest * 2.0**-31)).to(dtype)
+        for _, words in random_numbers(places, num_features, key, stream)
+    ]
+    return torch.cat(parts) if parts else places.new_empty((0, num_features), dtype=dtype)
+
+
+def _largest_noise(alpha: float, seq_len: int, num_features: int) -> float:
+    """For rows of seq_len tokens, padding included, as transformers counts them."""
+    return alpha / math.sqrt(seq_len * num_features)
+
+
+def refuse(base: PreTrainedModel) -> None:
+    """Raises RefusedError for a model that draws random numbers in training, but for dropout from counters."""
+    _check_countable(base)
+    refuse_modules(base, SAMPLING)
+
+
+def _check_countable(base: PreTrainedModel) -> None:
     """Raises RefusedError for a dropout of the model, or of an adapter, that counters cannot replace."""
     for path, module in text_modules(base):
         if not isinstance(module, nn.Dropout) or module.p == 0 or _is_of_attention(path):
@@ -342,3 +357,6 @@ def _prefixes(path: str) -> list[str]:
     """Of a path, the shorter ones first, without itself."""
     parts = path.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+TOUCHES = HOOKS | {"forward", "compute_loss", "callbacks", attention.DROPOUT, "neftune_noise_alpha"}

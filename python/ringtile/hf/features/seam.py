@@ -7,37 +7,35 @@ of its own tokens, so that the engine's mean over the ranks is that of one proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
 from ringtile.hf.attention import hidden_mask
 from ringtile.hf.batch import ShardedBatch, active_batch, waiting_batch
+from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.keys import LOSS, TEXT
 from ringtile.hf.patches import Patches
 from ringtile.seam import Cut, language_model, parameters_of
 
 
-class Seam:
-    """The seam of one model, if it has one. entered(path, embeddings): sees what enters a language model; returns it.
+def _install(run: Enabled, patches: Patches) -> None:
+    """Hooks the language model of a model that has one behind other parts."""
+    if (found := language_model(run.base)) is not None:
+        _Seam(run, *found, patches)
 
-    keys: what the model takes besides text, in whatever comes before its language model; none without a seam.
-    """
 
-    def __init__(self, base: PreTrainedModel, entered: Callable[[str, Tensor], Tensor], patches: Patches) -> None:
-        self._name, self._entered = type(base).__name__, entered
-        self.keys: frozenset[str] = frozenset()
-        found = language_model(base)
-        if found is None:
-            return
-        path, module = found
-        self._path = path
+class _Seam:
+    """The seam of one model. What the model takes besides text, before its language model, becomes `run.keys`."""
+
+    def __init__(self, run: Enabled, path: str, module: nn.Module, patches: Patches) -> None:
+        base = run.base
+        self._name, self._entered, self._path = type(base).__name__, run.entered, path
         around = [base, *(base.get_submodule(".".join(path.split(".")[:i])) for i in range(1, path.count(".") + 1))]
         taken = {name for outer in around for name in parameters_of(outer)}
-        self.keys = frozenset(taken - TEXT - {"kwargs", "lm_kwargs"})
+        run.keys |= taken - TEXT - {"kwargs", "lm_kwargs"}
         self._parameters = parameters_of(module)
         patches.on_restore(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
 
@@ -66,3 +64,6 @@ class Seam:
         local["position_ids"] = batch.position_ids if positions is None else cut.positions(positions)
         local["use_cache"] = False
         return local
+
+
+FEATURE = Feature(frozenset({"_forward_pre_hooks"}), _install)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import itertools
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from ringtile.config import Config
-from ringtile.errors import ConfigError, InputError, RefusedError, shown
+from ringtile.errors import ConfigError, InputError, RefusedError
+from ringtile.hf.feature import Feature
 from ringtile.hf.liger import from_liger
-from ringtile.hf.mlp_search import find_mlps
 from ringtile.hf.patches import Patches
+from ringtile.hf.tiled_forward import RecordingForward, TiledForward, gather_as_one, own_forward
 from ringtile.tiled.mlp import check_parts, run_tiles
 from ringtile.tiled.tiles import check_tile_tokens, tile_limit
 
@@ -69,34 +71,6 @@ def _tile_mlps(
         patches.set(module, "forward", MethodType(forward, module))
 
 
-def gather_as_one(module: nn.Module, patches: Patches) -> None:
-    """Marks the module as a ZeRO-3 leaf: DeepSpeed then gathers its parameters once per pass, not once per tile."""
-    if not hasattr(module, "_z3_leaf"):
-        module._z3_leaf = True  # type: ignore[assignment]
-        # Keep the mark if an engine was built since: it relies on it.
-        patches.on_restore(lambda: None if hasattr(module, "ds_id") else delattr(module, "_z3_leaf"))
-
-
-@dataclass(frozen=True)
-class TiledForward:
-    """The forward of a tiled module. Bound to it as a method, so a deep copy of the model uses its own weights."""
-
-    name: str
-    own_forward: Callable[..., Any]
-
-
-def own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
-    """The module's forward as a function of (module, x). RefusedError: it was replaced."""
-    forward = vars(module).get("forward")
-    if forward is None:
-        return type(module).forward
-    if not isinstance(forward, MethodType) or forward.__self__ is not module:
-        raise RefusedError(f"tiles: the forward of {name} was replaced by {shown(forward)}; expected its own method")
-    if isinstance(forward.__func__, TiledForward):
-        raise RefusedError(f"{name} is tiled already; restore() it first")
-    return forward.__func__
-
-
 @dataclass(frozen=True)
 class _TiledMlp(TiledForward):
     """The forward of an MLP."""
@@ -125,36 +99,86 @@ class _TiledMlp(TiledForward):
         return forward.deliver(run_tiles(module, forward, x, tile_tokens, self.use_original_mlp), recorded)
 
 
-class RecordingForward:
-    """A module's forward while transformers records outputs of modules inside it: router logits, for their loss.
+# ---- which modules are MLPs: found by structure, no class is known by name ----------------------
 
-    transformers' hooks append them to lists, one entry per tile and without a graph. Here each tile returns them after
-    the module's own outputs, so the lists get one differentiable tensor over all tokens.
+
+Maps = set[tuple[int, int]]  # {(input width, output width)} of a linear map; both orders if the module does not say
+
+
+def find_mlps(model: nn.Module) -> dict[str, nn.Module]:
+    """The MLPs of a model's layers, by name: gated or not, fused or not; a mixture of experts counts as one MLP.
+
+    A layer is an element of an nn.ModuleList. Its MLPs are the outermost submodules, or the layer itself, that
+
+    - take one tensor and nothing else: forward(self, x), keyword-only arguments aside;
+    - hold a linear map from some width E to F or 2 F (gate and up fused), and another from F back to E;
+    - do not mix tokens: nothing inside counts heads (attention, linear attention, state spaces) or convolves.
+
+    An MLP that several layers share is found once. A module beside attention that breaks these rules is skipped with
+    everything inside it: a mixture of experts that takes more than hidden states yields nothing.
     """
+    found: dict[str, nn.Module] = {}
+    _search(model, "", False, found)
+    return found
 
-    def __init__(self, own_forward: Callable[..., Any], keys: list[str]) -> None:
-        self.own_forward, self.keys = own_forward, keys
-        self.recorded_keys: list[str] = []  # the key of each recorded tensor
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        of_tile: dict[str, list[Tensor]] = {key: [] for key in self.keys}
-        token = _active_collector.set(of_tile)  # type: ignore[no-untyped-call]
-        try:
-            result = self.own_forward(module, *args, **kwargs)
-        finally:
-            _active_collector.reset(token)  # type: ignore[no-untyped-call]
-        self.recorded_keys = [key for key in self.keys for _ in of_tile[key]]
-        if not self.recorded_keys:
-            return result
-        self.returns_tuple = isinstance(result, tuple)
-        outputs = result if self.returns_tuple else (result,)
-        return (*outputs, *(tensor for key in self.keys for tensor in of_tile[key]))
+def _search(parent: nn.Module, prefix: str, in_layer: bool, found: dict[str, nn.Module]) -> None:
+    for name, child in parent.named_children():
+        is_layer = isinstance(parent, nn.ModuleList)
+        if child in found.values() or _has_two_widths(child) or (in_layer and not is_layer and _mixes_tokens(child)):
+            continue
+        mixes_inside = any(_mixes_tokens(module) for module in child.modules())
+        if (in_layer or is_layer) and not mixes_inside and _takes_one_tensor(child) and _returns_to_its_width(child):
+            found[prefix + name] = child
+        elif is_layer or mixes_inside or not in_layer or isinstance(child, nn.ModuleList):
+            _search(child, f"{prefix}{name}.", in_layer or is_layer, found)
 
-    def deliver(self, outputs: Any, recorded: dict[str, list[Tensor]]) -> Any:
-        """Appends the recorded tensors to transformers' lists and returns the module's own outputs."""
-        if not self.recorded_keys:
-            return outputs
-        for key, tensor in zip(self.recorded_keys, outputs[-len(self.recorded_keys) :], strict=True):
-            recorded[key].append(tensor)
-        own = outputs[: -len(self.recorded_keys)]
-        return own if self.returns_tuple else own[0]
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    counts_heads = any("head" in name and isinstance(value, int) for name, value in vars(module).items())
+    return counts_heads or isinstance(module, nn.modules.conv._ConvNd)
+
+
+def _takes_one_tensor(module: nn.Module) -> bool:
+    _, *arguments = inspect.signature(type(module).forward).parameters.values()
+    kinds = [argument.kind for argument in arguments]
+    extra = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
+    return kinds[:1] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] and all(kind in extra for kind in kinds[1:])
+
+
+def _has_two_widths(module: nn.Module) -> bool:
+    """Whether the module is a single linear layer: torch's, a quantized one, an adapter's or transformers' Conv1D."""
+    return bool(_stated_widths(module))
+
+
+def _stated_widths(module: nn.Module) -> Maps:
+    for names in (("in_features", "out_features"), ("nx", "nf")):
+        width_in, width_out = (getattr(module, name, None) for name in names)
+        if isinstance(width_in, int) and isinstance(width_out, int):
+            return {(width_in, width_out)}
+    return set()
+
+
+def _returns_to_its_width(module: nn.Module) -> bool:
+    """Whether the module holds a linear map from some E to F or 2 F, and another from F back to E."""
+    maps: list[Maps] = []
+    for part in module.modules():
+        if stated := _stated_widths(part):
+            maps.append(stated)
+            continue
+        for parameter in part.parameters(recurse=False):  # fused experts: (num_experts, both widths in either order)
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # the full shape under ZeRO-3
+            if len(shape) in (2, 3):
+                maps.append({(shape[-2], shape[-1]), (shape[-1], shape[-2])})
+    return any(
+        into[0] == back[1] and into[1] in (back[0], 2 * back[0])
+        for first, second in itertools.permutations(maps, 2)
+        for into, back in itertools.product(first, second)
+    )
+
+
+FEATURE = Feature(
+    frozenset({"forward", "_z3_leaf"}),
+    lambda run, patches: install_tiled_mlp(run.base, run.config, patches),
+    key="tiled_mlp",
+)

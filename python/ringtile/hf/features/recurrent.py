@@ -29,15 +29,28 @@ from ringtile.hf.batch import (
     is_recomputed_without_batch,
 )
 from ringtile.hf.families import CACHES, MIXERS, SHORT_CUTS, UNKNOWN_RECURRENCES
+from ringtile.hf.feature import HOOKS, Enabled, Feature
+from ringtile.hf.layers import mixers
+from ringtile.hf.model import INSTEAD, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.recurrent.choose import uses_libraries
 from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
 from ringtile.sequence.sharded import ShardedSequence
 
 
-def mixers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
-    """Return the mixers among modules, by path; also those that FSDP2 shards, which it gives a class of its own."""
-    return {path: module for path, module in modules if any(cls.__name__ in MIXERS for cls in type(module).__mro__)}
+def _refuse(run: Enabled) -> None:
+    """Raises RefusedError for a recurrence that no op computes, and where recurrent layers would be compiled."""
+    modules, name = text_modules(run.base), type(run.base).__name__
+    if reason := unknown(modules):
+        raise RefusedError(
+            f"{reason}: no op of ringtile computes this recurrence; expected attention, a causal convolution, Mamba, "
+            f"Mamba-2, lightning attention or a gated delta rule: {INSTEAD}"
+        )
+    if run.trainer.args.torch_compile and mixers(modules):
+        raise RefusedError(
+            f"{name} has recurrent layers and {type(run.trainer).__name__} uses torch_compile; expected only one of "
+            f"the two: the recurrent layers have not been shown to survive compilation"
+        )
 
 
 def unknown(modules: Iterable[tuple[str, nn.Module]]) -> str:
@@ -272,3 +285,5 @@ _PARAMETERS = {name: frozenset(inspect.signature(function).parameters) for name,
 # Documents, which are the batch's, and ways to compute the same.
 _WITHOUT_EFFECT = WITHOUT_EFFECT | {"cu_seqlens", "chunk_size", "use_mambapy", "use_associative_scan"}
 _WITHOUT_EFFECT |= {"position_embeddings"}  # of the attention layers beside them (Bailing); no recurrence takes them
+
+FEATURE = Feature(HOOKS | {"forward", *_FUNCTIONS}, lambda run, patches: install(run.base, patches), _refuse)

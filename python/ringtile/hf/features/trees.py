@@ -14,11 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ringtile.errors import InputError, RefusedError
-from ringtile.hf.keys import IGNORE_INDEX, SEGMENTS, TREE
+from ringtile.hf import checks
+from ringtile.hf.feature import Enabled, Feature
+from ringtile.hf.keys import IGNORE_INDEX, SEGMENTS, TREE, key_of_tree
+from ringtile.hf.model import drops_attention, text_modules
+from ringtile.hf.model_loss import shifts_labels
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.tree import nodes, tree_position_ids
@@ -103,11 +107,6 @@ def share(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[
         name: column[None].to(device=ids.device, dtype=columns[name].dtype)
         for name, column in zip(columns, taken.unbind(-1), strict=True)
     }, shared
-
-
-def key_of_tree(inputs: Mapping[str, Any]) -> str | None:
-    """The key by which a batch says that its row is a tree; None: it is none."""
-    return next((keys[0] for keys in (TREE, SEGMENTS) if keys[0] in inputs), None)
 
 
 def _nodes_of_segments(kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[list[int], list[int]]:
@@ -230,3 +229,21 @@ def _grow(
             at = firsts[row] + depth
             shared.places[row, at : at + length] = torch.arange(begin, begin + length)
         _grow(shared, rows, branch, depth + length, node, firsts, found)
+
+
+def _refuse(run: Enabled) -> None:
+    """Raises RefusedError where rows that share tokens would not be those of the Trainer."""
+    if not checks.shares_rows(run.trainer):
+        return  # else its batches must be trees
+    model = run.base
+    if not checks.attends_causally(model) or not shifts_labels(model):
+        raise RefusedError(f"shared_prefix: {type(model).__name__} is no causal language model; set it to false")
+    rates = [path for path, module in text_modules(model) if isinstance(module, nn.Dropout) and module.p > 0]
+    if rates or drops_attention(model):
+        raise RefusedError(
+            f"shared_prefix: the model drops ({(rates or ['attention'])[0]}), for each row other features of a token "
+            f"that rows share; expected rates of 0: set disable_dropout=True, or lora_dropout=0.0"
+        )
+
+
+FEATURE = Feature(frozenset(), refuse=_refuse, key="shared_prefix")

@@ -34,14 +34,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ringtile.errors import InputError, RefusedError
 from ringtile.hf.batch import active_batch, waiting_batch
-from ringtile.hf.dropout import drops_attention
-from ringtile.hf.images import Images, Rows, deal, layout_of, read
-from ringtile.hf.model import towers
+from ringtile.hf.feature import HOOKS, Enabled, Feature
+from ringtile.hf.features.images import Images, Rows, deal, layout_of, read
+from ringtile.hf.model import drops_attention, refuse_towers, towers
 from ringtile.hf.patches import Patches
 from ringtile.random_states import all_random_states, set_random_states
 from ringtile.transport.collectives import all_gather_seq
@@ -53,13 +52,14 @@ logger = logging.getLogger("ringtile")
 _OF_ALL_LAYERS = ("hidden_states", "attentions")  # outputs of which a model reads one or two
 
 
-def install(model: PreTrainedModel, group: Group | None, patches: Patches) -> None:
-    """Splits the towers of a model, in the forward passes of batches that are sharded behind them (hf/seam.py)."""
-    found = towers(model)
+def _install(run: Enabled, patches: Patches) -> None:
+    """Splits the towers of a model, in the forward passes of batches that are sharded behind them (seam.py)."""
+    found = towers(run.base)
+    refuse_towers(run.base, patches)
     for path, tower in found.items():
-        split(tower, path, group, patches, _in_step)
+        split(tower, path, None if run.group is None else run.group.process_group, patches, _in_step)
     if found:
-        patches.on_restore(model.register_forward_hook(_leave_out_features).remove)
+        patches.on_restore(run.base.register_forward_hook(_leave_out_features).remove)
 
 
 def _leave_out_features(module: nn.Module, args: Any, output: Any) -> None:
@@ -430,3 +430,6 @@ class _Layers(Sequence[Any]):
         if index not in self._whole:
             self._whole[index] = _whole(self._local[index], self._gather, f"{self._path}.{index}")
         return self._whole[index]
+
+
+FEATURE = Feature(HOOKS | {"forward"}, _install)

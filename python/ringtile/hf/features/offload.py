@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf.batch import CHECKPOINTING
+from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.patches import Patches
 from ringtile.tiled.offload import ActivationOffload, CudaTransfer, HostCopies
 
@@ -46,16 +47,6 @@ def _install(model: nn.Module, transfer: HostCopies, patches: Patches) -> None:
         patches.set(layer, "_gradient_checkpointing_func", offload.wrap(layer._gradient_checkpointing_func))
 
 
-def check_offload(args: TrainingArguments) -> None:
-    """ConfigError: transformers moves what checkpointed layers save itself."""
-    setting = f"{CHECKPOINTING}_kwargs"
-    if (getattr(args, setting) or {}).get("offload"):
-        raise ConfigError(
-            f"activation_offloading is true and {setting} has offload: true; expected one of the two: both move what "
-            f"checkpointed layers save to the host. Take offload out, which copies on the stream that computes"
-        )
-
-
 class OffloadActivations(TrainerCallback):
     """Turns offload on while a Trainer trains: before that, layers may lack their checkpoints or their engine."""
 
@@ -81,3 +72,22 @@ class OffloadActivations(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.patches.restore()
+
+
+def _refuse(run: Enabled) -> None:
+    """ConfigError: transformers moves what checkpointed layers save itself."""
+    setting = f"{CHECKPOINTING}_kwargs"
+    if (getattr(run.trainer.args, setting) or {}).get("offload"):
+        raise ConfigError(
+            f"activation_offloading is true and {setting} has offload: true; expected one of the two: both move what "
+            f"checkpointed layers save to the host. Take offload out, which copies on the stream that computes"
+        )
+
+
+def _install_callback(run: Enabled, patches: Patches) -> None:
+    offload = OffloadActivations()
+    patches.add_callback(run.trainer, offload)
+    patches.on_restore(offload.patches.restore)
+
+
+FEATURE = Feature(frozenset({"callbacks"}), _install_callback, _refuse, key="activation_offloading")

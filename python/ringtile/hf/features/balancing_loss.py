@@ -17,12 +17,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import active_batch
+from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.patches import Patches
 
 _NAME = "load_balancing_loss_func"  # in the file of each model that has a balancing loss
@@ -48,13 +49,14 @@ def check_balancing_loss(model: PreTrainedModel) -> None:
         )
 
 
-def install_balancing_loss(wrapped: nn.Module, model: PreTrainedModel, patches: Patches) -> None:
+def _install(run: Enabled, patches: Patches) -> None:
     """Makes the model's balancing loss that of the group's sequence, for batches that are sharded.
 
     The function is one of the model's file, so other models of that type call the replacement too: without a sharded
-    batch it is the original. TRL's fused head calls that of Mixtral's file for every type of model. wrapped: the model
-    with its adapters, of which AdaLoRA's calls the inner module's forward, without its hooks.
+    batch it is the original. TRL's fused head calls that of Mixtral's file for every type of model. The hook is on the
+    model with its adapters, of which AdaLoRA's calls the inner module's forward, without its hooks.
     """
+    model = run.base
     own, files = _function_of(model), {modeling_mixtral}
     if own is not None and _is_known(own):
         files.add(sys.modules[type(model).__module__])
@@ -72,7 +74,7 @@ def install_balancing_loss(wrapped: nn.Module, model: PreTrainedModel, patches: 
 
     for file in files:
         patches.share(file, _NAME, _over_group)
-    patches.on_restore(wrapped.register_forward_hook(without_share).remove)
+    patches.on_restore(run.wrapped.register_forward_hook(without_share).remove)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -131,3 +133,6 @@ def _is_known(function: Callable[..., Any]) -> bool:
         if not isinstance(got, Tensor) or not torch.allclose(got, expected, rtol=1e-5, atol=0.0):
             return False
     return True
+
+
+FEATURE = Feature(frozenset({_NAME, "_forward_hooks"}), _install, lambda run: check_balancing_loss(run.base))

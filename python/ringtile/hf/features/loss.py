@@ -22,6 +22,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, RefusedError, shown
+from ringtile.hf.feature import Feature
 from ringtile.hf.liger import has_fused_loss
 from ringtile.hf.patches import Patches
 from ringtile.ops import state_dtype
@@ -251,3 +252,10 @@ def tiled_causal_lm_loss(
         gathered: Tensor = head(logits.hidden, loss=loss)
         return gathered
     return loss(logits.hidden, head.weight, head.bias)
+
+
+FEATURE = Feature(
+    frozenset({"forward", "_loss_function"}),
+    lambda run, patches: install_tiled_loss(run.base, run.config, patches),
+    key="tiled_loss",
+)

@@ -1,4 +1,5 @@
-"""`MetricsCallback`: what a training costs, in the Trainer's own log, and so in TensorBoard, W&B and all that read it.
+"""Callbacks for a Trainer. `CollectGarbageCallback` runs Python's garbage collector at the same steps on every rank;
+`MetricsCallback` says what a training costs, in the Trainer's own log, and so in TensorBoard, W&B and all that read it.
 
 Each logged line with a loss gets, over the steps since the line before it:
 
@@ -14,6 +15,7 @@ The last line of a training has no loss and none of them. bytes_moved and wait_s
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +24,7 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
-from ringtile.errors import ConfigError
+from ringtile.errors import ConfigError, InputError, shown
 from ringtile.hf.patches import Patches
 from ringtile.peak_memory import peak_bytes
 from ringtile.transport.transport import Transport
@@ -139,3 +141,34 @@ class MetricsCallback(TrainerCallback):
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
         return torch.stack(rows).cpu()
+
+
+class CollectGarbageCallback(TrainerCallback):
+    """Collects when training begins, at the start of step 0, and at the end of every `steps`-th step.
+
+    Objects in reference cycles keep their memory until a collection. By default Python collects once it has created
+    enough objects, which each rank does at a different moment, while the others wait for it in a collective.
+    """
+
+    def __init__(self, steps: int = 100) -> None:
+        if type(steps) is not int or steps < 1:
+            raise InputError(f"steps is {shown(steps)}; expected an integer of at least 1")
+        self.steps = steps
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        collect()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 0:  # frees what wrapping the model and loading the first batch left behind
+            collect()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self.steps == 0:
+            collect()
+
+
+def collect() -> None:
+    """Frees unreachable objects, then returns cached device memory to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

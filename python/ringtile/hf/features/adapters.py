@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import active_batch
+from ringtile.hf.feature import Enabled, Feature
+from ringtile.hf.model import adapters_of
 from ringtile.hf.patches import Patches
 
 _PAST = "its keys and values stand before every sequence in a cache, which no rank holds a shard of"
@@ -26,9 +26,9 @@ _REFUSED_SETTINGS = {
 }
 
 
-def check_adapters(model: nn.Module) -> None:
+def _refuse(run: Enabled) -> None:
     """Raises RefusedError for adapters whose outputs or losses would differ on shards."""
-    for config in _configs(model):
+    for config in adapters_of(run.wrapped):
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         for name, reason in (_REFUSED | _REFUSED_SETTINGS).items():
             if name == kind or (name in _REFUSED_SETTINGS and getattr(config, name, None)):
@@ -38,20 +38,10 @@ def check_adapters(model: nn.Module) -> None:
                 )
 
 
-def receiver(model: nn.Module) -> nn.Module:
-    """The module whose inputs are whole sequences: the model, or the one inside it, if the model puts tokens of its own
-    before each sequence (prompt tuning, p-tuning, CPT)."""
-    return model.get_submodule("base_model") if adds_tokens(model) else model
-
-
-def adds_tokens(model: nn.Module | None) -> bool:
-    return any(config.is_prompt_learning for config in _configs(model))
-
-
-def scale_regularizer(model: nn.Module, patches: Patches) -> None:
+def _install(run: Enabled, patches: Patches) -> None:
     """AdaLoRA's forward adds the distance of its factors from orthogonal ones to the loss, in full on every rank; here
     its share of it, like a balancing loss."""
-    tuner: Any = getattr(model, "base_model", None)
+    tuner: Any = getattr(run.wrapped, "base_model", None)
     if type(tuner).__name__ != "AdaLoraModel":
         return
 
@@ -70,6 +60,4 @@ def scale_regularizer(model: nn.Module, patches: Patches) -> None:
     patches.wrap(tuner, "forward", forward)
 
 
-def _configs(model: nn.Module | None) -> list[Any]:
-    configs = getattr(model, "peft_config", None)
-    return list(configs.values()) if isinstance(configs, dict) else []
+FEATURE = Feature(frozenset({"forward"}), _install, _refuse)  # of AdaLoRA's tuner

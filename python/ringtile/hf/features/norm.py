@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.errors import RefusedError
+from ringtile.hf.feature import Feature
 from ringtile.hf.liger import from_liger
-from ringtile.hf.mlp import TiledForward, own_forward
 from ringtile.hf.patches import Patches
+from ringtile.hf.tiled_forward import TiledForward, own_forward
 from ringtile.tiled.mlp import run_tiles
 from ringtile.tiled.module_state import ModuleState
 from ringtile.tiled.tiles import check_tile_tokens, tile_limit
@@ -121,3 +122,10 @@ class _TiledNorm(TiledForward):
 def _is_captured(x: Tensor) -> bool:
     """Whether x is in a CUDA graph that is being captured, where the host cannot read a number."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+FEATURE = Feature(
+    frozenset({"forward"}),
+    lambda run, patches: install_tiled_norm(run.base, run.config.tile_tokens, patches),
+    key="tiled_norm",
+)

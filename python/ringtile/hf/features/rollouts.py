@@ -91,17 +91,17 @@ class LossOnRollouts(LossOnSequences):
         patches, rows = self.patches, self._rows_at_once(self.group.data_size)
         if (teacher := getattr(trainer, "teacher_model", None)) is not None:
             self.hook(teacher)
-        self.replace(trainer, "get_train_dataloader", self.in_one_process)
-        self.replace(trainer, "_prepare_inputs", self._score)
-        self.replace(trainer, "_generate_single_turn", self._generate)
+        self.patches.wrap(trainer, "get_train_dataloader", self.in_one_process)
+        self.patches.wrap(trainer, "_prepare_inputs", self._score)
+        self.patches.wrap(trainer, "_generate_single_turn", self._generate)
         if getattr(trainer, "rollout_func", None) is not None:
-            self.replace(trainer, "rollout_func", self._roll_out)
+            self.patches.wrap(trainer, "rollout_func", self._roll_out)
         if hasattr(trainer.args, "generation_batch_size"):
             patches.set(trainer.args, "generation_batch_size", rows)
         patches.set(trainer, "_logs", _with_length(trainer._logs, rows))
         if hasattr(trainer, "reward_funcs"):
             patches.set(trainer, "reward_funcs", [self._reward(function) for function in trainer.reward_funcs])
-            self.replace(trainer, "_calculate_rewards", self._calculate_rewards)
+            self.patches.wrap(trainer, "_calculate_rewards", self._calculate_rewards)
         before = all_random_states()
         set_seed(trainer.args.seed + self.group.data_index)  # as TRL does with the index of a process
         seeded = random_digest()

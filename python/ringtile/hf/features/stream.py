@@ -30,11 +30,12 @@ from ringtile.hf import attention, checks, temperature
 from ringtile.hf.batch import CHECKPOINTING, active_batch, as_now
 from ringtile.hf.drawn_masks import intervals_of
 from ringtile.hf.families import CACHES, MIXERS, UNKNOWN_RECURRENCES, WHOLE_SEQUENCES
+from ringtile.hf.feature import Feature
+from ringtile.hf.group import deepspeed_shards_sequences
 from ringtile.hf.masks import mask_of_batch
-from ringtile.hf.mlp import RecordingForward, TiledForward, gather_as_one, own_forward
-from ringtile.hf.model import base_model, text_modules
-from ringtile.hf.parallelism import deepspeed_shards_sequences
+from ringtile.hf.model import base_model, refuse_modules, text_modules
 from ringtile.hf.patches import Patches
+from ringtile.hf.tiled_forward import RecordingForward, TiledForward, gather_as_one, own_forward
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
@@ -124,7 +125,7 @@ def _check(base: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
     checks.attends_causally(base)
     if getattr(config, "num_kv_shared_layers", 0):
         raise RefusedError(f"{model} shares keys and values between layers (num_kv_shared_layers): {WHOLE}")
-    checks.refuse_modules(base, WHOLE_SEQUENCES)
+    refuse_modules(base, WHOLE_SEQUENCES)
     for name, layer in layers.items():
         for path, part in layer.named_modules():
             kind = type(part).__name__
@@ -269,3 +270,10 @@ def _sequence_of(mask: Tensor | None, options: dict[str, Any]) -> ShardedSequenc
     if not hasattr(mask, _PACKED):
         setattr(mask, _PACKED, drawn & IntervalMask.from_cu_seqlens(offsets, causal=False))
     return cast("ShardedSequence", getattr(mask, _PACKED))
+
+
+FEATURE = Feature(
+    frozenset({"forward", "_z3_leaf"}),
+    lambda run, patches: install_stream(run.trainer, run.base, run.config, patches),
+    key="stream",
+)
