@@ -17,7 +17,7 @@ from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.buffers import as_list
 from ringtile.torch_context_parallel.first_block import FirstBlock, set_content
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of, override, unmasked_sequence
-from ringtile.torch_context_parallel.mode import RingMode, entered, refusals_on_the_surface
+from ringtile.torch_context_parallel.mode import RingMode, entered, keep_modes, refusals_on_the_surface
 from ringtile.torch_context_parallel.noticing import ShardedBuffer
 from ringtile.torch_context_parallel.scope import AttentionScope
 from ringtile.torch_context_parallel.whole_inputs import Model
@@ -63,6 +63,7 @@ def context_parallel(
     Raises InputError before any buffer is sharded; LayoutError when the sequence is too short. RefusedError inside for
     attention that the ring cannot serve or see (docs/guide/pytorch.md), and at the end if random numbers were drawn.
     """
+    keep_modes()
     group = group_of(mesh)
     transport = transport_of(group)
     with transport.propagate_errors("context_parallel"):

@@ -104,7 +104,8 @@ def remember_layout(group: Group, layout: Layout) -> None:
 
 def _remember(layouts: dict[int, dict[int, Layout | None]], layout: Layout, rank: int) -> None:
     by_seq_len = layouts.setdefault(layout.local_len(rank), {})
-    by_seq_len[layout.seq_len] = layout if by_seq_len.pop(layout.seq_len, layout) == layout else None
+    known = by_seq_len.pop(layout.seq_len, layout)
+    by_seq_len[layout.seq_len] = layout if known is layout or known == layout else None
 
 
 @contextlib.contextmanager

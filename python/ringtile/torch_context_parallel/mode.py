@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import re
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +18,7 @@ from ringtile.errors import InputError, RefusedError
 from ringtile.recurrent.functions import PUBLIC
 from ringtile.torch_context_parallel.flex import FlexCall, flex_attention, flex_hop_in_ring, flex_in_mode
 from ringtile.torch_context_parallel.noticing import Noticing, ShardedBuffer, caller_of
-from ringtile.torch_context_parallel.recompute import Enter, recompute_in
+from ringtile.torch_context_parallel.recompute import Enter, keep_in_checkpoints
 from ringtile.torch_context_parallel.recurrences import in_scope
 from ringtile.torch_context_parallel.scope import AttentionScope
 from ringtile.torch_context_parallel.sdpa import sdpa
@@ -30,9 +28,9 @@ class RingMode(TorchFunctionMode):
     """While it is entered, scaled_dot_product_attention and flex_attention on this thread run over the scope's group.
 
     PyTorch keeps function modes per thread and passes them on to the threads of a backward pass; a checkpointed layer
-    enters the mode again when it is recomputed. So do ringtile's recurrences. buffers: those that `context_parallel`
-    sharded. enter: what enters the mode, if that is more than `with mode`. is_alone: one rank, whose attention stays
-    PyTorch's.
+    enters the mode again when it is recomputed (recompute.py). So do ringtile's recurrences. buffers: those that
+    `context_parallel` sharded. enter: what enters the mode, if that is more than `with mode`. is_alone: one rank, whose
+    attention stays PyTorch's.
     """
 
     def __init__(
@@ -55,27 +53,20 @@ class RingMode(TorchFunctionMode):
         kwargs = kwargs or {}
         eager = not torch.compiler.is_compiling()
         if self.is_before:
-            if func is scaled_dot_product_attention:
-                self._before_attention()
             return func(*args, **kwargs)
         if func in PUBLIC:
-            self._before_attention()
             return in_scope(self.scope, func, args, kwargs)
         if func is Tensor.unflatten:  # dynamo cannot trace its Python body under a mode (torch 2.13)
             return torch.unflatten(*args, **kwargs)
-        if self.is_alone and func not in _BACKWARDS:
+        if self.is_alone:
             return func(*args, **kwargs)
         if func is scaled_dot_product_attention:
-            if eager:
-                self._before_attention()
-                if len(args) < 4 and kwargs.get("attn_mask") is None and args:
-                    self.noticing.check_window(caller_of(1), args[0].size(-2), bool(kwargs.get("is_causal")))
+            if eager and len(args) < 4 and kwargs.get("attn_mask") is None and args:
+                self.noticing.check_window(caller_of(1), args[0].size(-2), bool(kwargs.get("is_causal")))
             return sdpa(self.scope, *args, **kwargs)
         if func is flex_attention_hop:
             return flex_hop_in_ring(self.scope, *args, **kwargs)
         if func is flex_attention:
-            if eager:
-                self._before_attention()
             return flex_in_mode(self.scope, FlexCall(*args, **kwargs))
         if func is multi_head_attention_forward:
             error = RefusedError(
@@ -83,9 +74,6 @@ class RingMode(TorchFunctionMode):
                 "v in the model and call scaled_dot_product_attention"
             )
             raise self.scope.told(error)
-        if func in _BACKWARDS:
-            with self:
-                return _body(func)(*args, **kwargs)
         if not eager:
             return func(*args, **kwargs)
         result = self.noticing.before(func, args, kwargs)
@@ -94,16 +82,12 @@ class RingMode(TorchFunctionMode):
             self.noticing.after(func, args, result)
         return result
 
-    def _before_attention(self) -> None:
-        """Checkpoints that this call is made from recompute it in the same modes."""
-        if self.is_before:
-            recompute_in({id(self): self._before}, caller_of(2), run_in_mode.__code__)
-            return
-        modes = (*entered(), self)  # which is not among them while it handles a call
-        recompute_in({id(mode): mode.enter for mode in modes}, caller_of(2), run_in_mode.__code__)
+    def again(self) -> contextlib.AbstractContextManager[Any]:
+        """Enters the mode for a checkpoint that recomputes, if the backward does not run inside."""
+        return contextlib.nullcontext() if self in entered() else self.enter()
 
     @contextlib.contextmanager
-    def _before(self) -> Iterator[None]:
+    def before(self) -> Iterator[None]:
         was, self.is_before = self.is_before, True
         try:
             yield
@@ -115,6 +99,15 @@ def entered() -> list[RingMode]:
     """Those of this thread, outermost first."""
     modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
     return [mode for mode in modes if isinstance(mode, RingMode)]
+
+
+def keep_modes() -> None:
+    """Makes checkpoints that are made inside modes enter them again when they recompute."""
+    keep_in_checkpoints(_modes)
+
+
+def _modes() -> list[Enter]:
+    return [mode.before if mode.is_before else mode.again for mode in entered()]
 
 
 @contextlib.contextmanager
@@ -136,19 +129,3 @@ def run_in_mode(mode: TorchFunctionMode, function: Callable[..., Any], *args: An
     """A module's forward inside a mode of its own."""
     with refusals_on_the_surface(), mode:
         return function(*args, **kwargs)
-
-
-_BACKWARDS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-
-
-@functools.cache
-def _body(function: types.FunctionType) -> types.FunctionType:
-    """The function with has_torch_function always False, so that it runs its body instead of asking the modes.
-
-    PyTorch leaves a mode while the mode handles a function. A backward pass handled that way would recompute
-    compiled layers of a checkpoint outside the mode; this body can be run inside it.
-    """
-    unasked = {name: lambda *_: False for name in ("has_torch_function", "has_torch_function_unary")}
-    body = types.FunctionType(function.__code__, {**function.__globals__, **unasked}, argdefs=function.__defaults__)
-    body.__kwdefaults__ = function.__kwdefaults__
-    return body

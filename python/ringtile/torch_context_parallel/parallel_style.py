@@ -36,7 +36,7 @@ from ringtile.torch_context_parallel.flex import (
     of_local_queries,
 )
 from ringtile.torch_context_parallel.group_layouts import check_layout, group_of, sequence_in_force
-from ringtile.torch_context_parallel.mode import RingMode, run_in_mode
+from ringtile.torch_context_parallel.mode import RingMode, keep_modes, run_in_mode
 from ringtile.torch_context_parallel.scope import AttentionScope
 from ringtile.torch_context_parallel.sdpa import sdpa
 from ringtile.transport.groups import propagate_errors
@@ -89,6 +89,7 @@ class ContextParallel(ParallelStyle):
         self.layout = layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        keep_modes()
         scope = AttentionScope(group_of(device_mesh), layout_name=self.layout)
         if self.attention_type == _AttentionType.FLEX:
             module.forward = functools.partial(_run_flex, module.forward, _positional(module.forward), scope)
