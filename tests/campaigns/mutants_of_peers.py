@@ -143,8 +143,8 @@ MUTANTS = [
     Mutant(
         "peers: eval loss multiplied by the number of ranks",
         "python/ringtile/hf/loss_on_shards.py",
-        "        return group.mean(value)\n",
-        "        return group.sum(value)\n",
+        "exchanged(loss, self.group.mean,",
+        "exchanged(loss, self.group.sum,",
         "tests/hf/test_hf_exact.py -k learned",
         source="huggingface/transformers#48167",
         case="evaluation",
@@ -152,8 +152,8 @@ MUTANTS = [
     Mutant(
         "peers: eval loss of one shard",
         "python/ringtile/hf/loss_on_shards.py",
-        "        return group.mean(value)\n",
-        "        return value.clone()\n",
+        "exchanged(loss, self.group.mean,",
+        "exchanged(loss, torch.clone,",
         "tests/hf/test_hf_exact.py -k learned",
         source="axolotl-ai-cloud/axolotl#3371",
         case="evaluation",

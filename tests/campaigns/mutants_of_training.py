@@ -483,8 +483,8 @@ MUTANTS = [
     Mutant(
         "context_parallel: a tower that is computed again is in the ring",
         "python/ringtile/torch_context_parallel/mode.py",
-        "        if self.is_before:\n            if func is",
-        "        if self.is_before:\n            if 0 and func is",
+        "[mode.before if mode.is_before else mode.again for",
+        "[mode.again for",
         "tests/torch_cp/test_torch_cp_images.py -k qwen3_vl",
     ),
     Mutant(

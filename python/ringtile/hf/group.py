@@ -6,7 +6,7 @@ from __future__ import annotations
 import datetime
 import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -173,3 +173,22 @@ def _fingerprint(inputs: Mapping[str, Any]) -> dict[str, int | Tensor]:
         header[f"the checksum of {name}"] = checksum(tensors.pop(name)) if name in tensors else 0
     header["the checksum of the other tensors"] = checksum(*tensors.values(), device=main.device)
     return header
+
+
+def exchanged(value: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """forward(value), of whose gradient the value gets backward(gradient)."""
+    found: Tensor = _Exchange.apply(value, forward, backward)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.exchange = backward
+        return forward(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange(gradient), None, None

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ringtile.first_batch.outputs import sum_of_outputs
-from ringtile.hf import checks, model, one_process
+from ringtile.hf import checks, model
 from ringtile.hf.batch import ShardedBatch, active, main_input
 from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.random_draws import RandomDraws
@@ -46,7 +46,6 @@ class LossOnSequences(Strategy):
         self.hooks: list[UnshardedOutputs] = []
         for name in ("compute_loss", "prediction_step"):
             self.patches.wrap(trainer, name, self._in_step)
-        self.gather_with(one_process.gather_rows)
         assert trainer.model is not None  # base_model has refused it otherwise
         self.proved = self.hook(trainer.model)
         if (reference := getattr(trainer, "ref_model", None)) is not None:

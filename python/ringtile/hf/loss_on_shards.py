@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from ringtile.errors import RefusedError
-from ringtile.hf import checks, one_process
+from ringtile.hf import checks
 from ringtile.hf.batch import ShardedBatch, active, active_batch
-from ringtile.hf.group import ContextParallelGroup, accelerate_knows_groups
+from ringtile.hf.group import accelerate_knows_groups, exchanged
 from ringtile.hf.model_loss import check_loss, watch_loss
 from ringtile.hf.patches import Patches
 from ringtile.hf.random_draws import RandomDraws
@@ -48,7 +47,6 @@ class LossOnShards(Strategy):
         self.watches_loss = checks.uses_model_loss(trainer)
         self.patches.wrap(trainer, "compute_loss", self._compute_loss)
         self.patches.wrap(trainer, "prediction_step", self._prediction_step)
-        self.gather_with(_gather)
         if trainer.label_smoother is not None:
             self.patches.wrap(trainer, "label_smoother", self._smooth_labels)
         self.switch_model(self.entry, self.base)
@@ -120,7 +118,8 @@ class LossOnShards(Strategy):
             with self.draws.refused(model):
                 found = original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
             loss, *outputs = found if return_outputs else (found,)
-            loss = _MeanOverGroup.apply(loss, self.group)  # type: ignore[no-untyped-call]
+            # What the Trainer logs, and leaves out since it is not finite, is the same on all ranks.
+            loss = exchanged(loss, self.group.mean, lambda gradient: gradient)
             return (loss, *outputs) if return_outputs else loss
 
     def _whole_loss(
@@ -214,25 +213,3 @@ class LossOnShards(Strategy):
                 f"dimension: name its key in ignore_keys"
             )
         return output
-
-
-class _MeanOverGroup(torch.autograd.Function):
-    """The mean of a scalar over the group; its gradient is left alone, for the engine to average.
-
-    What the Trainer logs and what it leaves out, since it is not finite, is then the same on all ranks.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: ContextParallelGroup) -> Tensor:
-        return group.mean(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def _gather(accelerator: Accelerator, group: ContextParallelGroup, values: Any) -> Any:
-    """`gather_for_metrics`: in a loss, of a shard's part of each number; elsewhere, as in a loop of the user's own, of
-    rows, which all ranks of a group hold."""
-    gather = one_process.gather_rows if active_batch() is None else one_process.gather_parts
-    return gather(accelerator, group, values)

@@ -20,6 +20,7 @@ from accelerate.utils import operations, recursively_apply
 from torch import Tensor
 
 from ringtile.errors import RefusedError
+from ringtile.hf.batch import active_batch
 from ringtile.hf.group import ContextParallelGroup
 
 # Functions of accelerate that count processes: modules import them by name, or by another one.
@@ -97,20 +98,32 @@ class OneProcess:
 # ---- evaluation: each batch counted once -------------------------------------------------------
 
 
-def gather_rows(accelerator: Accelerator, group: ContextParallelGroup, data: Any) -> Any:
-    """`Accelerator.gather_for_metrics`, where the ranks of a group all hold the same rows and one copy is kept.
+def gather_for_metrics(accelerator: Accelerator, group: ContextParallelGroup, data: Any) -> Any:
+    """`Accelerator.gather_for_metrics`, by which what ranks of a group hold counts once.
 
-    data: tensors (n, ...) -> (n * data_size, ...), or () -> (data_size,), nested in tuples, lists or mappings. At the
-    end of a data set the rows that only fill up the last batch are dropped.
-    Raises RefusedError for anything but tensors.
+    data: tensors, nested in tuples, lists or mappings. In a loss on shards, numbers () of which each rank has the part
+    of its shard -> (ranks,): those of a group are kept or dropped together at the end of a data set, so that a sum, and
+    a mean of numbers that are equal on a group, are those of as many processes as there are groups. Elsewhere rows
+    (n, ...), or (), that the ranks of a group all hold -> (n * data_size, ...), without those that only fill up the
+    last batch. Raises RefusedError for anything but tensors.
     """
-    if group.data_size > 1:
-        return _without_surplus(accelerator, 1, one_copy(group, _gather(accelerator, data)))
-    try:  # all ranks hold all rows: no rank is waited for
-        rows = recursively_apply(lambda x: x.detach().reshape(x.shape or (1,)), data, error_on_other_type=True)
+    in_parts = active_batch() is not None
+    all_there = group.data_size == 1 and not in_parts  # no rank is waited for
+    try:
+        with torch.no_grad():
+            found = (
+                recursively_apply(lambda x: x.detach().reshape(x.shape or (1,)), data, error_on_other_type=True)
+                if all_there
+                else accelerator.gather(data)
+            )
     except TypeError as error:
         raise refused_objects(data) from error
-    return _without_surplus(accelerator, 1, rows)
+    found = found if in_parts or all_there else one_copy(group, found)
+    state = accelerator.gradient_state
+    if not state.end_of_dataloader or state.remainder <= 0:
+        return found
+    kept = state.remainder * (group.size if in_parts else 1)
+    return recursively_apply(lambda rows: rows[:kept], found)
 
 
 def one_copy(group: ContextParallelGroup, data: Any) -> Any:
@@ -123,37 +136,11 @@ def one_copy(group: ContextParallelGroup, data: Any) -> Any:
     return data if group.size == 1 else recursively_apply(of_tensor, data)
 
 
-def gather_parts(accelerator: Accelerator, group: ContextParallelGroup, data: Any) -> Any:
-    """`Accelerator.gather_for_metrics`, where each rank of a group holds the part of its shard in a number.
-
-    data: tensors () -> (ranks,), nested. accelerate takes each number for a row, and drops some at the end of a data
-    set; here the ranks of a group are kept or dropped together, so that a sum, and a mean of numbers that are equal on
-    a group, are those of as many processes as there are groups.
-    Raises RefusedError for anything but tensors.
-    """
-    return _without_surplus(accelerator, group.size, _gather(accelerator, data))
-
-
-def _gather(accelerator: Accelerator, data: Any) -> Any:
-    try:
-        with torch.no_grad():
-            return accelerator.gather(data)
-    except TypeError as error:
-        raise refused_objects(data) from error
-
-
 def refused_objects(data: Any) -> RefusedError:
     return RefusedError(
         f"gather_for_metrics of objects, of a {type(data).__name__}; expected tensors: from nothing else does ringtile "
         f"drop the copies of the ranks that share a sequence"
     )
-
-
-def _without_surplus(accelerator: Accelerator, copies: int, data: Any) -> Any:
-    state = accelerator.gradient_state
-    if not state.end_of_dataloader or state.remainder <= 0:
-        return data
-    return recursively_apply(lambda rows: rows[: copies * state.remainder], data)
 
 
 class EvaluationMetrics(dict[str, Any]):

@@ -62,6 +62,7 @@ class Strategy(abc.ABC):
         for feature in FEATURES:
             feature.refuse(Enabled(trainer, trainer.model, base, config))
         self.check()
+        self.accelerator = trainer.accelerator  # which stands for the trainer's inside a loss of its own
         if trainer.train_dataset is not None:
             dropout.refuse(base)  # here, not in the first step, which may come hours later
         self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
@@ -107,6 +108,7 @@ class Strategy(abc.ABC):
         if self.group.size > 1:
             self.patches.wrap(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
             self.patches.wrap(trainer, "evaluation_loop", self._evaluation_loop)
+            self.patches.wrap(accelerator, "gather_for_metrics", self._gather_for_metrics)
             if trainer.args.include_num_input_tokens_seen != "no":
                 self.patches.wrap(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
             if accelerate_knows_groups(accelerator):
@@ -326,18 +328,13 @@ class Strategy(abc.ABC):
             self.patches.set(self.trainer.accelerator, "_cp_context", lambda **kwargs: contextlib.nullcontext())
         return args
 
-    def gather_with(self, gather: Callable[..., Any]) -> None:
-        """Makes `accelerator.gather_for_metrics`, which TRL calls for what it logs, rows or parts of one_process.py."""
-        accelerator = self.trainer.accelerator
-        if self.group.size == 1:
-            return
-
-        def gathered(original: Callable[..., Any], input_data: Any, use_gather_object: bool = False) -> Any:
-            if use_gather_object:
-                raise one_process.refused_objects(input_data)
-            return gather(accelerator, self.group, input_data)
-
-        self.patches.wrap(accelerator, "gather_for_metrics", gathered)
+    def _gather_for_metrics(
+        self, original: Callable[..., Any], input_data: Any, use_gather_object: bool = False
+    ) -> Any:
+        """TRL calls it for what it logs, an evaluation for its rows."""
+        if use_gather_object:
+            raise one_process.refused_objects(input_data)
+        return one_process.gather_for_metrics(self.accelerator, self.group, input_data)
 
     # ---- data and counting ----------------------------------------------------------------------
 
@@ -348,7 +345,7 @@ class Strategy(abc.ABC):
         """Keeps one copy of each row: the ranks of a group evaluate the same rows."""
         trainer = self.trainer
         previous, prepared = trainer.gather_function, list(trainer.accelerator._models)
-        trainer.gather_function = functools.partial(one_process.gather_rows, trainer.accelerator, self.group)
+        trainer.gather_function = trainer.accelerator.gather_for_metrics
         try:
             output = original(*args, **kwargs)
             prefix = inspect.signature(original).bind(*args, **kwargs).arguments.get("metric_key_prefix", "eval")

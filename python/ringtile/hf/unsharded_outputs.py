@@ -9,14 +9,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
 from ringtile.hf.attention import hide_attention_mask
 from ringtile.hf.batch import ShardedBatch, activate, active_batch
-from ringtile.hf.group import ContextParallelGroup
+from ringtile.hf.group import ContextParallelGroup, exchanged
 from ringtile.hf.patches import Patches
 from ringtile.hf.random_draws import RandomDraws, Watch
 
@@ -65,7 +64,7 @@ class UnshardedOutputs:
         inputs = named_arguments(module, args, kwargs)
         for name, value in inputs.items():
             if isinstance(value, Tensor) and value.requires_grad and self._group.size > 1:
-                inputs[name] = _OfGroup.apply(value, self._group)  # type: ignore[no-untyped-call]
+                inputs[name] = exchanged(value, lambda x: x.view_as(x), self._group.mean)
         sharded = self._shard({name: value for name, value in inputs.items() if name not in _IGNORED})
         if sharded is None:
             return None
@@ -111,7 +110,7 @@ class UnshardedOutputs:
             if key == "loss" and batch.rows is not None:
                 outputs[key] = None  # a sum over tokens that are of several rows, once each
             elif key == "loss" and value is not None and batch.sequence.world_size > 1:
-                outputs[key] = _SumOverGroup.apply(value, self._group)  # type: ignore[no-untyped-call]
+                outputs[key] = exchanged(value, self._group.sum, self._group.sum)
             else:
                 outputs[key] = _unshard(batch, name, key, value)
         return outputs
@@ -155,32 +154,3 @@ def _unshard(batch: ShardedBatch, model: str, name: str, value: Any) -> Any:
         f"{model} returns {name}, which ringtile does not know how to unshard; expected only "
         f"loss, {', '.join(sorted(_PER_TOKEN | _PER_TARGET))}{remedy}"
     )
-
-
-class _SumOverGroup(torch.autograd.Function):
-    """The sum of a scalar over the group, the same on every rank; the gradient of each rank's value is summed too."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: ContextParallelGroup) -> Tensor:
-        ctx.group = group
-        return group.sum(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.sum(gradient), None
-
-
-class _OfGroup(torch.autograd.Function):
-    """A tensor of the whole batch (embeddings), whose gradient is that of one process, on every rank.
-
-    A rank's own part is that of its shard, W times as large, like all gradients inside the model.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: ContextParallelGroup) -> Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.mean(gradient), None
