@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.compiler import is_compiling
 
 from ringtile.errors import InputError, shown
 
@@ -20,14 +22,14 @@ def check_tensor(name: str, x: object) -> None:
 
 def check_storage(name: str, x: Tensor) -> None:
     """InputError for a tensor without strides, or with a storage smaller than shape and strides say, as FSDP leaves."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     if x.is_nested or x.is_quantized or x.layout != torch.strided:
         kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
         raise InputError(f"{name} is {kind}; expected a dense tensor with strides: pad it, or call .to_dense()")
     if type(x) not in (Tensor, torch.nn.Parameter):
         return  # with storages of its own
-    if x.numel() == 0 or torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if x.numel() == 0 or is_functorch_wrapped_tensor(x):
         return
     stored = x.untyped_storage().nbytes()
     if stored >= x.nbytes and x.is_contiguous() and x.storage_offset() == 0:
@@ -62,7 +64,7 @@ def check_device(name: str, x: object) -> None:
     """InputError: x is no tensor, or on a device that ringtile does not know."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name} is a {type(x).__name__}; expected a tensor")
-    if x.device.type not in ("cpu", "cuda", "meta"):
+    if not (x.is_cpu or x.is_cuda or x.is_meta):
         raise InputError(f"{name} is on {x.device}; expected a CPU or a CUDA tensor")
 
 
@@ -99,18 +101,20 @@ def check_int(name: str, value: Any) -> int:
         raise InputError(f"{name} is {shown(value)}; expected a whole number") from None
 
 
+_LIMITS = torch.finfo(torch.float32), torch.finfo(torch.float64)  # of the state dtypes
+
+
 def check_scale_and_softcap(dtype: torch.dtype, scale: float, softcap: float) -> None:
     """InputError: the kernels for dtype cannot hold both numbers, the inverse of the softcap, and sums of scores.
 
     A sum that overflows on its way is silently wrong: a softcap makes it finite again, and a key whose score is -inf is
     a masked one.
     """
-    state = torch.promote_types(dtype, torch.float32)
-    limits = torch.finfo(state)
+    limits = _LIMITS[dtype == torch.float64]
     # From float32's least normal number to its inverse; float64's inverse is finite too.
     if abs(scale) <= limits.max**0.5 and (softcap == 0 or limits.tiny <= softcap <= 1 / limits.tiny):
         return
     raise InputError(
-        f"scale is {scale} and softcap {softcap}; expected numbers of {state}: scale at most "
+        f"scale is {scale} and softcap {softcap}; expected numbers of torch.{limits.dtype}: scale at most "
         f"{limits.max**0.5:.3g} in magnitude, and softcap 0 (off) or {limits.tiny:.3g}..{1 / limits.tiny:.3g}"
     )

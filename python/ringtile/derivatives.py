@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from ringtile.errors import InputError, RefusedError
 
@@ -23,19 +25,19 @@ def check_once(op: str, *tensors: Tensor | None, vmap: bool = True) -> None:
 
     vmap: whether op may run inside it. InputError: a tensor that autograd is to save was made in inference mode.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         if forward_ad._current_level >= 0:
             raise RefusedError(f"{op} inside forward-mode AD; expected first derivatives in reverse mode")
         return
-    given = [x for x in tensors if x is not None] if torch.is_grad_enabled() else ()
+    given = [x for x in tensors if x is not None] if torch.is_grad_enabled() else []
     if any(x.requires_grad for x in given) and any(x.is_inference() for x in given):
         raise InputError(
             f"{op} of tensors that require grad and of one made in inference mode, which autograd cannot save; make it "
             "under torch.no_grad(), or call .clone() outside of inference mode"
         )
-    if forward_ad._current_level < 0 and torch._C._functorch.maybe_current_level() is None:
+    if forward_ad._current_level < 0 and maybe_current_level() is None:
         return
-    if not vmap and torch._C._functorch.maybe_current_level() is not None:
+    if not vmap and maybe_current_level() is not None:
         raise RefusedError(f"{op} inside a transform of torch.func, such as vmap or grad; expected it outside of them")
     for x in tensors:
         if x is not None and (transform := _transform_of(x)):

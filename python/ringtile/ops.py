@@ -229,35 +229,26 @@ torch.library.register_fake("ringtile::layout_check", lambda *arguments: None)
 # ---- attention: one block of keys ---------------------------------------------------------------
 
 
-def attn_fwd_(*given: Any, **named: Any) -> None:
-    """Merge one block of keys into the running softmax of every query; the arguments are its schema's.
-
-        q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv)
-        begin, end    int32 (B or 1, N): the query attends global positions [begin, end)
-        k_runs        int64 (R, 4) on the CPU: global_begin, stride, local_begin, length; local_begin is a row of k
-        out, lse      read and written: (B, N, H, Dv) of state_dtype; (B, H, N) of that, or of float64 to avoid rounding
-                      between calls. Before the first block they hold 0 and -inf; with fresh, nothing yet
-        dropout, seed, step, stream, rows, positions    of the weights, after the softmax (docs/design/dropout.md);
-                      int64 rows (B), and positions (N) of the queries. lse is that of all keys
-        rounded_out   like out, contiguous, of q's dtype: gets the merged out, rounded; then out holds any numbers
-        key_begin, key_end    int32 (B or 1, K): the other side of the mask, if it has one. It needs positions
-
-    Online softmax: FlashAttention (arXiv:2205.14135), algorithm 1.
-    """
-    _ops.attn_fwd_(*given, **named)
-
-
-def attn_bwd_(*given: Any, **named: Any) -> None:
-    """Add one block's gradients to dq, dk and dv, like q, k and v, of state_dtype; the arguments are its schema's.
-
-        dout, lse     of q's dtype; final, over all blocks
-        delta         (B, H, N): see `attn_delta`
-        fresh         dk and dv hold nothing yet, and k_runs every row of k; then rounded_dk and rounded_dv, contiguous,
-                      of k's dtype, may get them rounded, and dk and dv hold any numbers
-
-    FlashAttention (arXiv:2205.14135), algorithm 4.
-    """
-    _ops.attn_bwd_(*given, **named)
+# The two ops of a block, called as their schemas say (csrc/torch/sequence.cpp). Forward: merge one block of keys into
+# the running softmax of every query, an online softmax as in FlashAttention (arXiv:2205.14135), algorithm 1.
+#
+#   q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv)
+#   begin, end    int32 (B or 1, N): the query attends global positions [begin, end)
+#   k_runs        int64 (R, 4) on the CPU: global_begin, stride, local_begin, length; local_begin is a row of k
+#   out, lse      read and written: (B, N, H, Dv) of state_dtype; (B, H, N) of that, or of float64 to avoid rounding
+#                 between calls. Before the first block they hold 0 and -inf; with fresh, nothing yet
+#   dropout, seed, step, stream, rows, positions    of the weights, after the softmax (docs/design/dropout.md); int64
+#                 rows (B), and positions (N) of the queries. lse is that of all keys
+#   rounded_out   like out, contiguous, of q's dtype: gets the merged out, rounded; then out holds any numbers
+#   key_begin, key_end    int32 (B or 1, K): the other side of the mask, if it has one. It needs positions
+#
+# Backward: add one block's gradients to dq, dk and dv, like q, k and v, of state_dtype (algorithm 4).
+#
+#   dout, lse     of q's dtype; final, over all blocks
+#   delta         (B, H, N): see `attn_delta`
+#   fresh         dk and dv hold nothing yet, and k_runs every row of k; then rounded_dk and rounded_dv, contiguous, of
+#                 k's dtype, may get them rounded, and dk and dv hold any numbers
+attn_fwd_, attn_bwd_ = _ops.attn_fwd_.default, _ops.attn_bwd_.default
 
 
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:

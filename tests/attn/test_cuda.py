@@ -17,6 +17,7 @@ from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Block
 from ringtile.attn.call import AttentionCall
 from ringtile.cli import doctor
+from ringtile.sequence.plan import Shape
 from ringtile.sequence.rounds import Queries, Round
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -119,7 +120,7 @@ def test_attention_without_kernels_is_atens(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ops, "why_not_on", lambda index: "not built: as a test says")
     monkeypatch.setattr(choose, "why_wrong", lambda backend, *given: "is tested" if backend.name[0] == "r" else "")
     mask, layout = IntervalMask.causal(8), Layout.contiguous(8, 1)
-    call = AttentionCall(ShardedSequence.of(mask, layout, None), 1.0)
+    call = AttentionCall(ShardedSequence.of(mask, layout, None), Shape(1, 2, 2, 64, 64, torch.bfloat16), 1.0)
     queries = Queries(torch.device("cpu"), mask.begin, mask.end, torch.arange(8))
     round = Round(queries, ops.runs_tensor([(0, 1, 0, 8)]))
     assert len(round.squares) == 1  # found in real tensors

@@ -36,8 +36,9 @@ def calls_of_a_ring(world_size: int) -> tuple[Counter[str], Counter[str]]:
 
     def on_rank(group: LoopbackGroup) -> tuple[Counter[str], Counter[str]]:
         layout = Layout.zigzag(32 * world_size, world_size)
-        call = AttentionCall(ShardedSequence(IntervalMask.full(32 * world_size), layout, group), 0.5)
         q, k, v = (torch.randn(1, 32, heads, 8, dtype=torch.bfloat16) for heads in (2, 1, 1))
+        sequence = ShardedSequence(IntervalMask.full(32 * world_size), layout, group)
+        call = AttentionCall.of(sequence, q, k, v, 0.5, 0.0, "auto", None, None)
         for _ in range(2):
             with group.transport.agree("calls", {}):
                 with Calls() as forward:

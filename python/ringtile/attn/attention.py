@@ -22,7 +22,6 @@ from ringtile.attn.call import AttentionCall, AttentionDropout, AttentionKernel,
 from ringtile.errors import InputError, shown
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence, check_given, tell_others
 from ringtile.transport.groups import Group, is_traced
 
@@ -127,7 +126,7 @@ def _one_rank(seq_len: int) -> Layout:
 
 def _attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return out of q's dtype, and lse in float64. sinks: as the caller gave them, maybe with a graph."""
-    call = resolved(call, q, k, v)
+    call = resolved(call)
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
     ):
@@ -155,7 +154,7 @@ def _forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
 
     It is where ranks share heads and a checkpointed layer keeps (out, lse): those are of the local tokens too.
     """
-    sequence, slot = call.sequence, _slot(call, Shape.of(q, k, v))
+    sequence, slot = call.sequence, _slot(call)
     if slot is not None and (kept := slot.take()) is not None:
         (out, lse), number = kept
         return out, lse, ulysses.Saved(q, k, v, out, lse), number, sequence.ring.heads is not None
@@ -167,11 +166,11 @@ def _forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
     return out, lse, ulysses.Saved(q, k, v, out, lse) if is_local else saved, number, is_local
 
 
-def _slot(call: AttentionCall, shape: Shape) -> keep.Slot | None:
+def _slot(call: AttentionCall) -> keep.Slot | None:
     """Return where a checkpointed layer keeps (out, lse) of this call."""
     if not keep.is_inside():
         return None
-    sequence, drop = call.sequence, call.dropout
+    sequence, shape, drop = call.sequence, call.shape, call.dropout
     draws = drop and (drop.probability, drop.seed, drop.step, drop.stream)
     about = call.scale, call.softcap, call.attention_kernel, call.returns_lse, draws
     key = "ring_attention", *sequence.digests, sequence.group_name, sequence.scheme, shape, about
@@ -189,7 +188,7 @@ class RingAttention(torch.autograd.Function):
         out, lse, saved, ctx.number, ctx.is_local = _forward(call, q, k, v)
         rows = None if call.dropout is None else call.dropout.rows  # saved so that a write to them is noticed
         ctx.save_for_backward(sinks, rows, *saved)
-        ctx.call, ctx.shape = call, Shape.of(q, k, v)
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -201,7 +200,7 @@ class RingAttention(torch.autograd.Function):
 
             def compute() -> tuple[Tensor | None, ...]:
                 of_sinks = sinks if ctx.needs_input_grad[3] else None
-                of_call = ulysses.Saved(*kept), ctx.shape, dout, dlse, of_sinks, ctx.number
+                of_call = ulysses.Saved(*kept), dout, dlse, of_sinks, ctx.number
                 return ulysses.backward(ctx.call, *of_call, is_local=ctx.is_local)
 
             gradients = derivatives.gradients(

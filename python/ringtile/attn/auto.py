@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch import Tensor
 
 from ringtile.attn.call import AttentionCall
 from ringtile.scheme import Scheme
@@ -21,12 +20,12 @@ from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
 
 
-def resolved(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+def resolved(call: AttentionCall) -> AttentionCall:
     """Return a checked call with a scheme that names itself, alike on every rank. A group's first is a collective."""
     sequence = call.sequence
     if sequence.is_resolved:
         return call
-    return call._replace(sequence=sequence.with_scheme(scheme_of(sequence, Shape.of(q, k, v))))
+    return call._replace(sequence=sequence.with_scheme(scheme_of(sequence, call.shape)))
 
 
 def scheme_of(sequence: ShardedSequence, shape: Shape) -> str:

@@ -110,30 +110,30 @@ class Ringtile:
         return f"is not in use here: {reason}" if reason else ""
 
     def forward(self, block: Block, state: Running) -> None:
-        of_keys = block.round.key_bounds_there()
-        ops.attn_fwd_(
-            *_inputs(block), state.out, state.lse, *_options(block, state.fresh, of_keys), state.rounded, *of_keys
-        )
+        given = (*_inputs(block), state.out, state.lse, block.scale, block.softcap, state.fresh)
+        ops.attn_fwd_(*given, **_options(block, rounded_out=state.rounded))
 
     def backward(self, block: Block, final: Final, grads: Gradients) -> None:
-        of_keys = block.round.key_bounds_there()
-        ops.attn_bwd_(
-            *(*_inputs(block), final.dout, final.lse, final.delta, grads.dq, grads.dk, grads.dv),
-            *(*_options(block, grads.fresh, of_keys), *(grads.rounded or (None, None)), *of_keys),
-        )
+        dk, dv = grads.rounded or (None, None)
+        given = (*_inputs(block), final.dout, final.lse, final.delta, *grads[:3])
+        ops.attn_bwd_(*given, block.scale, block.softcap, grads.fresh, **_options(block, rounded_dk=dk, rounded_dv=dv))
 
 
 def _inputs(block: Block) -> tuple[Tensor, ...]:
     return block.q, block.k, block.v, *block.round.queries.bounds_there(), block.round.k_runs
 
 
-def _options(block: Block, fresh: bool, of_keys: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    drop = block.dropout
-    positions = block.round.queries.positions_there() if drop is not None or of_keys else None
-    if drop is None:
-        return block.scale, block.softcap, fresh, 0.0, 0, 0, 0, None, positions
-    numbers = drop.probability, drop.seed, drop.step, drop.stream, drop.rows
-    return block.scale, block.softcap, fresh, *numbers, positions
+def _options(block: Block, **rounded: Tensor | None) -> dict[str, Any]:
+    """Return what most blocks do without, by name."""
+    options: dict[str, Any] = {name: x for name, x in rounded.items() if x is not None}
+    if (drop := block.dropout) is not None:
+        options |= {"dropout": drop.probability, "seed": drop.seed, "step": drop.step, "stream": drop.stream}
+        options["rows"] = drop.rows
+    if of_keys := block.round.key_bounds_there():
+        options["key_begin"], options["key_end"] = of_keys
+    if drop is not None or of_keys:
+        options["positions"] = block.round.queries.positions_there()
+    return options
 
 
 def why_slow(block: Block, capability: tuple[int, int], *, backward: bool) -> str:

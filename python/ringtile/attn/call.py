@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
+from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
 
 AttentionKernel = Literal["auto", "ringtile", "aten"]
@@ -57,6 +58,7 @@ class AttentionCall(NamedTuple):
     """What a call is about, besides q, k and v. `of` makes one that can run."""
 
     sequence: ShardedSequence
+    shape: Shape  # of q, k and v as the caller gave them, with all heads
     scale: float
     softcap: float = 0.0
     attention_kernel: str = "auto"
@@ -83,7 +85,7 @@ class AttentionCall(NamedTuple):
         Raise InputError where the tensors, whose storages were checked, do not fit each other, the kernels or the
         sequence.
         """
-        check_tensors(q, k, v, scale, softcap, sinks, None if dropout is None else dropout.rows)
+        shape = check_tensors(q, k, v, scale, softcap, sinks, None if dropout is None else dropout.rows)
         sequence.check_call("q", q)
         sequence.transport.check_device(q.device)
         num_queries, num_keys = q.shape[1], k.shape[1]
@@ -93,7 +95,8 @@ class AttentionCall(NamedTuple):
                 f"{sequence.local_len} of {sequence.seq_len} tokens"
             )
         sinks = None if sinks is None else sinks.detach().to(ops.state_dtype(q.dtype))
-        return cls(sequence, scale, softcap, attention_kernel, sinks, dropout and dropout.in_numbers(), returns_lse)
+        drop = dropout and dropout.in_numbers()
+        return cls(sequence, shape, scale, softcap, attention_kernel, sinks, drop, returns_lse)
 
     def of_heads(self, heads: range) -> AttentionCall:
         """Return the call for some of the query heads."""
@@ -133,8 +136,8 @@ def check_tensors(
     softcap: float,
     sinks: Tensor | None = None,
     rows: Tensor | None = None,
-) -> None:
-    """Raise InputError for tensors and numbers that the kernels cannot take.
+) -> Shape:
+    """Return the shape of q, k and v. Raise InputError for tensors and numbers that the kernels cannot take.
 
     q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv) need one dtype of ops.FLOAT_DTYPES, one device, unit stride in
     the last dim, head dims in 1..512, and H a multiple of G. scale and softcap must be finite in state_dtype, softcap 0
@@ -160,7 +163,7 @@ def check_tensors(
             raise InputError(f"{name} has head dim {dim}, expected 1..{ops.MAX_HEAD_DIM}")
         if dim > 1 and x.stride(3) != 1:
             raise InputError(f"{name} has stride {x.stride(3)} in its last dim, expected 1; call .contiguous()")
-    (batch, _, heads, dim), k_shape, v_shape = q.shape, k.shape, v.shape
+    (batch, _, heads, dim), k_shape, v_shape = q.shape, k.shape, v.shape  # a shape costs what one size does
     if not batch == k_shape[0] == v_shape[0]:
         raise InputError(f"q, k, v have batch sizes {batch}, {k_shape[0]}, {v_shape[0]}; expected the same size")
     if k_shape[3] != dim:
@@ -192,3 +195,4 @@ def check_tensors(
                 f"number of each row of q"
             )
         arguments.check_devices("q", q, **{"rows of dropout": rows})
+    return Shape(batch, heads, k_shape[2], dim, v_shape[3], dtype)

@@ -26,7 +26,6 @@ from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Ru
 from ringtile.attn.call import AttentionCall
 from ringtile.attn.self_test import mark_wrong, why_wrong
 from ringtile.errors import RefusedError
-from ringtile.sequence.plan import Shape
 from ringtile.sequence.rounds import Round
 from ringtile.transport.transport import Transport
 
@@ -41,7 +40,7 @@ def forward(
     block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
 
     def merge(backend: Backend, out: Tensor, lse: Tensor) -> None:
-        backend.forward(block, state._replace(out=out, lse=lse))
+        backend.forward(block, Running(out, lse, state.fresh, state.rounded))
 
     states = state.out, state.lse
     if settles:
@@ -64,7 +63,7 @@ def backward(
     block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
 
     def add(backend: Backend, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        backend.backward(block, final, grads._replace(dq=dq, dk=dk, dv=dv))
+        backend.backward(block, final, Gradients(dq, dk, dv, grads.fresh, grads.rounded))
 
     if settles:
         return _settle(call, block, add, grads[:3], final.dlse is not None)
@@ -111,19 +110,18 @@ def _drop(backend: Backend, block: Block, error: Exception) -> None:
     block.round.chosen.clear()
 
 
-def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, shape: Shape, takes_dlse: bool = False) -> None:
+def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, takes_dlse: bool = False) -> None:
     """Raise RefusedError where no backend that may be used computes some round; before anything is sent.
 
-    q, k, v: the local tensors, or this rank's first heads; only dtype, device and head dims are read. shape: of the
-    local tensors.
+    q, k, v: the local tensors, or this rank's first heads; only dtype, device and head dims are read.
     """
     if q.is_meta:
         return
     rounds = call.sequence.rounds_on(q.device)
-    checked, kind = rounds[0].queries.checked, (_kind(call, q, takes_dlse), shape)
+    checked, kind = rounds[0].queries.checked, (_kind(call, q, takes_dlse), call.shape)
     if kind in checked:
         return
-    num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
+    num_heads, num_kv_heads = call.shape.num_heads, call.shape.num_kv_heads
     if (heads := call.sequence.ring.heads) is not None:
         share = call.sequence.shares(num_heads, num_kv_heads)[heads.place]
         num_heads, num_kv_heads = len(share.heads), len(share.kv_of_heads or share.kv_heads)

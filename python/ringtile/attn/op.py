@@ -17,7 +17,6 @@ from ringtile.attn.auto import resolved
 from ringtile.attn.call import AttentionCall, AttentionDropout, check_tensors
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, group_name, propagate_errors, transport_of
 from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS
@@ -73,7 +72,7 @@ _INPUTS = (
 )
 def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     with transport_of(given[-3]).propagate_errors("ring_attention forward"):
-        call = resolved(_call(q, k, v, *given), q, k, v)
+        call = resolved(_call(q, k, v, *given))
         return ulysses.forward(call, q, k, v)[:2]
 
 
@@ -89,8 +88,8 @@ def _ring_attention_backward(
     """dq, dk, dv, dsinks (empty without sinks)."""
     saved, sinks = ulysses.Saved(q, k, v, out, lse), given[3]
     with transport_of(given[-3]).propagate_errors("ring_attention backward"):
-        call = resolved(_call(q, k, v, *given), q, k, v)
-        dq, dk, dv, dsinks = ulysses.backward(call, saved, Shape.of(q, k, v), dout, dlse, sinks, is_local=True)
+        call = resolved(_call(q, k, v, *given))
+        dq, dk, dv, dsinks = ulysses.backward(call, saved, dout, dlse, sinks, is_local=True)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 

@@ -27,7 +27,6 @@ from ringtile.attn.backend import Final
 from ringtile.attn.call import AttentionCall
 from ringtile.scheme import Share
 from ringtile.sequence.heads import HeadGroup
-from ringtile.sequence.plan import Shape
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.transport import Transport
 
@@ -48,12 +47,11 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     And what the backward takes. lse is empty where ranks share heads and the call returns none. The call was checked,
     and the sequence's scheme is resolved.
     """
-    shape = Shape.of(q, k, v)
-    with _agreed("forward", call, (q, k, v), shape):
+    with _agreed("forward", call, (q, k, v)):
         if call.sequence.ring.heads is None:
             out, lse = ring.forward(call, q, k, v)
             return out, lse, Saved(q, k, v, out, lse)
-        heads = _Heads.of(call, shape)
+        heads = _Heads.of(call)
         out, lse = ring.empty_outputs(q, v, q.dtype)
         q, k, v = heads.of_all_tokens((q,), (k, v))
         if heads.own.heads:
@@ -71,7 +69,6 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 def backward(
     call: AttentionCall,
     saved: Saved,
-    shape: Shape,
     dout: Tensor | None,
     dlse: Tensor | None,
     sinks: Tensor | None = None,
@@ -82,16 +79,17 @@ def backward(
     """Return dq, dk, dv and dsinks from the gradients of what `forward` gave: None where nothing depends on it.
 
     saved: from `forward`; with is_local, of the local tokens and all heads, where what the ranks share was not kept.
-    shape: of the local tokens and all heads. sinks: if their gradient is wanted, which is that by the queries and heads
+    sinks: if their gradient is wanted, which is that by the queries and heads
     that this rank works on. forward_call: the number of the forward's call on the group, which must be the same on all
     ranks; 0: not known.
     """
-    with _agreed("backward", call, saved[:3], shape, forward_call, takes_dlse=dlse is not None):
+    shape = call.shape
+    with _agreed("backward", call, saved[:3], forward_call, takes_dlse=dlse is not None):
         if call.sequence.ring.heads is None:
             final = Final.of(dout, dlse, saved.out, saved.lse)
             gradients = ring.backward(call, final, *saved[:3])
             return *gradients, None if sinks is None else ring.sink_gradient(sinks, final)
-        heads = _Heads.of(call, shape)
+        heads = _Heads.of(call)
         if is_local:
             q, out, lse, k, v = heads.of_all_tokens((saved.q, saved.out, saved.lse.mT), (saved.k, saved.v))
             saved = Saved(q, k, v, out, lse.mT.contiguous())
@@ -135,8 +133,8 @@ class _Heads:
     shares: tuple[Share, ...]  # by rank of the group
 
     @classmethod
-    def of(cls, call: AttentionCall, shape: Shape) -> _Heads:
-        sequence = call.sequence
+    def of(cls, call: AttentionCall) -> _Heads:
+        sequence, shape = call.sequence, call.shape
         assert sequence.ring.heads is not None
         return cls(sequence.ring.heads, sequence.transport, sequence.shares(shape.num_heads, shape.num_kv_heads))
 
@@ -207,19 +205,15 @@ def _agreed(
     direction: Literal["forward", "backward"],
     call: AttentionCall,
     qkv: tuple[Tensor, Tensor, Tensor],
-    shape: Shape,
     forward_call: int = 0,
     takes_dlse: bool = False,
 ) -> AbstractContextManager[None]:
-    """Agree with the other ranks on all that must be the same, if there are others and this rank can compute.
-
-    shape: of the local tokens.
-    """
-    sequence, transport = call.sequence, call.sequence.transport
+    """Agree with the other ranks on all that must be the same, if there are others and this rank can compute."""
+    sequence, shape, transport = call.sequence, call.shape, call.sequence.transport
     if transport.world_size == 1:
         return contextlib.nullcontext()
     op = f"ring_attention {direction}"
-    choose.check(call, *qkv, shape, takes_dlse)
+    choose.check(call, *qkv, takes_dlse)
     layout_digest, mask_digest = sequence.digests
     fields: dict[str, HeaderValue] = {
         "batch": shape.batch,

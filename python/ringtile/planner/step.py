@@ -346,7 +346,8 @@ class TrainingStep:
                 return sdpa_attention_forward(module, q, k, v, mask, **options)
             scale = options.get("scaling") or q.size(-1) ** -0.5
             sinks = options.get("s_aux")
-            call = AttentionCall(sequence, scale, options.get("softcap") or 0.0, sinks=sinks, returns_lse=False)
+            softcap = options.get("softcap") or 0.0
+            call = AttentionCall(sequence, shape, scale, softcap, sinks=sinks, returns_lse=False)
             keep.called_by(module)
             before = sequence.transport.num_calls
             out, _ = _Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]

@@ -28,20 +28,20 @@ class DeviceMask:
     """
 
     def __init__(self, device: torch.device, *tensors: Tensor) -> None:
-        self._device = device
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        self._device, self._is_cuda = device, device.type == "cuda"
+        if self._is_cuda and torch.cuda.is_current_stream_capturing():
             raise RefusedError(
                 f"the mask of this sequence is not on {device} yet, and cannot be copied there while a CUDA graph "
                 f"is captured; make the same call once before the capture"
             )
         self._tensors = tuple(to_device(x, device) for x in tensors)
-        if device.type == "cuda":
+        if self._is_cuda:
             stream = torch.cuda.current_stream(device)
             self._streams, self._copied = {stream}, stream.record_event()  # those that the allocator knows of
 
     def read(self) -> tuple[Tensor, ...]:
         """Return the tensors, for kernels that the caller launches on the current stream."""
-        if self._device.type == "cuda":
+        if self._is_cuda:  # asking a device for its type costs as much as the rest on a CPU
             stream = torch.cuda.current_stream(self._device)
             captures = torch.cuda.is_current_stream_capturing()
             if stream not in self._streams:

@@ -91,8 +91,8 @@ class ShardedSequence:
         self.schemes: dict[Shape, str] = {}  # of `auto`, by the shape of a call
         self._rounds: dict[torch.device, tuple[Round, ...]] = {}
         # With two sides begin and end are copies: neither they nor what they are of may change.
-        watched = (self.begin, self.end) if mask.key_begin is None else (self.begin, self.end, *mask.tensors)
-        self._versions = [(x, _version(x)) for x in watched]
+        self._watched = (self.begin, self.end, *(mask.tensors if mask.key_begin is not None else ()))
+        self._versions = [_version(x) for x in self._watched]
         _living[id(self)] = self
 
     def __repr__(self) -> str:
@@ -121,7 +121,7 @@ class ShardedSequence:
             raise InputError(f"{name} is on meta, which holds no data for the other ranks; expected a real device")
 
     def _is_unchanged(self) -> bool:
-        return all(_version(x) == version for x, version in self._versions)
+        return [_version(x) for x in self._watched] == self._versions
 
     @property
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -154,11 +154,11 @@ def _call_of(
 ) -> AttentionCall:
     """The call, checked. InputError."""
     scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
-    check_tensors(q, k, v, scale, softcap, sinks, None if dropout is None else dropout.rows)
+    shape = check_tensors(q, k, v, scale, softcap, sinks, None if dropout is None else dropout.rows)
     sequence.check_call("q", q)
     in_numbers = None if sinks is None else sinks.detach().to(ops.state_dtype(q.dtype))
     drop = None if dropout is None else dropout.in_numbers()
-    return AttentionCall(sequence, scale, softcap, attention_kernel, in_numbers, drop, returns_lse=False)
+    return AttentionCall(sequence, shape, scale, softcap, attention_kernel, in_numbers, drop, returns_lse=False)
 
 
 def _forward(call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

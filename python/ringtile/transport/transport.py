@@ -339,7 +339,7 @@ class Transport(abc.ABC):
         Ranks agree on the host, and a replay has no host: a rank that replays another graph than its peers, or calls
         while they replay, would take their payloads for its own.
         """
-        if device.type != "cuda" or self.world_size == 1 or not torch.cuda.is_available():
+        if self.world_size == 1 or device.type != "cuda" or not torch.cuda.is_available():
             return
         if torch.cuda.is_current_stream_capturing():
             raise RefusedError(
