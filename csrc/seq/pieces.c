@@ -3,10 +3,12 @@
 #include "../arrays.h"
 #include "../ringtile.h"
 
-// The keys of a block, in the order of rows and positions, and the run in which the last bound was found.
+// The keys of a block, in the order of rows and positions, and the run in which bounds from .. to - 1 are found: the
+// last one that begins at or below them, or the first of all.
 typedef struct keys {
     const rt_run *runs;
-    int64_t num_runs, first_row, at;
+    int64_t num_runs, first_row, from, to;
+    rt_run run;
 } keys;
 
 static rt_status check(const rt_pieces_params *p, int64_t capacity) {
@@ -42,26 +44,27 @@ static rt_status check_runs(const rt_pieces_params *p, int64_t *num_keys) {
     return RT_OK;
 }
 
-// How many keys are at positions below `bound`. Neighbouring queries ask for neighbouring bounds.
-static int32_t num_below(keys *k, int64_t bound) {
-    if (k->num_runs == 0) return 0;
-    // The last run that begins at or below the bound, or the first of all.
-    if (k->runs[k->at].global_begin > bound || (k->at + 1 < k->num_runs && k->runs[k->at + 1].global_begin <= bound)) {
-        int64_t low = 0, high = k->num_runs;
-        while (high - low > 1) {
-            const int64_t middle = low + (high - low) / 2;
-            if (k->runs[middle].global_begin <= bound)
-                low = middle;
-            else
-                high = middle;
-        }
-        k->at = low;
+static void find_run(keys *k, int64_t bound) {
+    int64_t low = 0, high = k->num_runs;
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        if (k->runs[middle].global_begin <= bound)
+            low = middle;
+        else
+            high = middle;
     }
-    const rt_run *run = &k->runs[k->at];
-    const int64_t distance = bound - run->global_begin, before = run->local_begin - k->first_row;
+    k->run = k->runs[low];
+    k->from = low == 0 ? INT64_MIN : k->run.global_begin;
+    k->to = high == k->num_runs ? INT64_MAX : k->runs[high].global_begin;
+}
+
+// How many keys are at positions below `bound`, where there are keys. Neighbouring queries ask for neighbouring bounds.
+static int32_t num_below(keys *k, int64_t bound) {
+    if (bound < k->from || bound >= k->to) find_run(k, bound);
+    const int64_t distance = bound - k->run.global_begin, before = k->run.local_begin - k->first_row;
     if (distance <= 0) return (int32_t)before;
-    const int64_t inside = run->stride == 1 ? distance : (distance - 1) / run->stride + 1;
-    return (int32_t)(before + (inside < run->length ? inside : run->length));
+    const int64_t inside = k->run.stride == 1 ? distance : (distance - 1) / k->run.stride + 1;
+    return (int32_t)(before + (inside < k->run.length ? inside : k->run.length));
 }
 
 typedef struct span {
@@ -74,9 +77,12 @@ typedef struct stretch {
 } stretch;
 
 static span span_of(const rt_pieces_params *p, const stretch *s, int64_t q) {
-    if (s->from > INT64_MIN && (p->positions[q] < s->from || p->positions[q] >= s->to)) return (span){0, 0};
-    const int64_t low = p->bounds[2 * q], high = p->bounds[2 * q + 1];
-    const span found = {low > s->begin ? low : s->begin, high < s->end ? high : s->end};
+    span found = {p->bounds[2 * q], p->bounds[2 * q + 1]};
+    if (s->from > INT64_MIN) { // else all keys are one stretch
+        if (p->positions[q] < s->from || p->positions[q] >= s->to) return (span){0, 0};
+        if (found.low < s->begin) found.low = s->begin;
+        if (found.high > s->end) found.high = s->end;
+    }
     return found.low < found.high ? found : (span){0, 0};
 }
 
@@ -124,10 +130,10 @@ rt_status rt_pieces(const rt_pieces_params *p, rt_piece *pieces, int64_t capacit
     if (status == RT_OK) status = check_runs(p, &num_keys);
     if (status != RT_OK) return status;
     const int64_t N = p->num_queries, first_row = num_keys > 0 ? p->k_runs->local_begin : 0;
-    keys k = {p->k_runs, p->num_k_runs, first_row, 0}, of_end = k;
+    keys k = {p->k_runs, p->num_k_runs, first_row, 0, 0, {0, 1, 0, 0}}, of_end = k;
     for (int64_t b = 0; b < p->mask_batch; b++) {
         const int64_t before = count;
-        for (int64_t q = 0; q < N; q++) {
+        for (int64_t q = 0; num_keys > 0 && q < N; q++) {
             p->bounds[2 * q] = num_below(&k, p->begin[b * N + q]);
             p->bounds[2 * q + 1] = num_below(&of_end, p->end[b * N + q]);
         }

@@ -58,8 +58,11 @@ class IntervalMask:
             self._check_positions("key_begin", self.key_begin, "key_end", self.key_end)
             self._tighten(self.key_begin, self.key_end)
         else:
-            attends = self.end > self.begin
-            self._set(begin=(self.begin * attends).contiguous(), end=(self.end * attends).contiguous())
+            copies = [x.clone(memory_format=torch.contiguous_format) for x in (self.begin, self.end)]
+            if int((self.end - self.begin).min()) <= 0:  # a quarter of what comparing each takes
+                attends = self.end > self.begin
+                copies = [x.mul_(attends) for x in copies]
+            self._set(begin=copies[0], end=copies[1])
         # Made now: torch.compile would make them in every call, and cannot trace the lock of Python 3.11's property.
         _ = self.bounds
 
