@@ -20,7 +20,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from ringtile import ops, self_test
 from ringtile.recurrent.functions import PUBLIC
 from ringtile.transport import process_group
@@ -212,11 +211,6 @@ def _place() -> str:
     return first or "autograd"
 
 
-def _batch(batch: list[dist.P2POp]) -> list[Any]:
-    peers = {dist.isend: "group_dst", dist.irecv: "group_src"}
-    return [each.op(each.tensor, group=each.group, **{peers[each.op]: each.group_peer}) for each in batch]
-
-
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
     """For what only a CUDA build of torch has. gloo carries what NCCL would, in the order in which it is asked for."""
@@ -236,7 +230,7 @@ def _stand_ins() -> Iterator[None]:
         mock.patch.object(ops, "why_not_on", return_value=""),
         mock.patch.object(self_test, "why_not", return_value=""),  # kernels of a GPU, which is not there
         mock.patch.object(process_group, "backend_name", lambda g, d: "nccl" if d == "cuda" else None),
-        mock.patch.object(dist, "batch_isend_irecv", _batch),
+        mock.patch.object(process_group, "_coalesces", return_value=False),
         mock.patch("ringtile.attn.attention.is_plain", return_value=True),  # as without a mode that looks on
         mock.patch("ringtile.tiled.glu.Tensor", OnGpu),  # the type of a weight on a GPU
     ):

@@ -26,7 +26,7 @@ class Message(NamedTuple):
     @classmethod
     def empty(cls, like: Tensor, tensors: Sequence[Kind]) -> Message:
         """Make uninitialized tensors, on the device of like."""
-        if tensors and all(kind == tensors[0] for kind in tensors[1:]):  # two calls of torch, and not five
+        if tensors and tensors.count(tensors[0]) == len(tensors):  # two calls of torch, and not five
             shape, dtype = tensors[0]
             flat = like.new_empty((len(tensors), *shape), dtype=dtype)
             return cls(flat, flat.unbind())

@@ -108,19 +108,28 @@ class ProcessGroupTransport(Transport):
     def _post_batch(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str) -> Exchange:
         """Post all messages as one: NCCL would run each to its end, and two ranks that both send first would wait.
 
-        NCCL tells messages between two ranks apart by their order alone.
+        NCCL tells messages between two ranks apart by their order alone. As torch's batch_isend_irecv, whose checks of
+        each message would take most of the time.
         """
-        group = self._group()
+        group = self._own_group()
         batch = [
-            dist.P2POp(function, tensor, group=group, group_peer=peer)
-            for function, tensors in ((dist.irecv, receives), (dist.isend, sends))
+            (post, [tensor], peer)
+            for post, tensors in ((group.recv, receives), (group.send, sends))
             for peer, tensor in tensors.items()
             if tensor.numel() > 0
         ]
-        peers = tuple(sorted({operation.group_peer for operation in batch}))
+        tensors = [*sends.values(), *receives.values()]
+        works: list[tuple[tuple[int, ...], Work]] = []
+        peers = tuple(sorted({peer for *_, peer in batch}))
         with self.naming(peers, what):
-            works = dist.batch_isend_irecv(batch) if batch else []
-        return Exchange([(peers, work) for work in works], [*sends.values(), *receives.values()], self, what)
+            if batch and _coalesces(group, device := tensors[0].device):
+                group._start_coalescing(device)
+                for post, message, peer in batch:
+                    post(message, peer, 0)
+                works.append((peers, group._end_coalescing(device)))
+            else:
+                works += [(peers, post(message, peer, 0)) for post, message, peer in batch]
+        return Exchange(works, tensors, self, what)
 
     def _end_messages(self) -> None:
         if self._shared is not None:
@@ -151,3 +160,8 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str | None:
         return str(group._get_backend(torch.device(device_type)).name())
     except RuntimeError:
         return None
+
+
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the group takes several messages as one batch, as NCCL does."""
+    return type(group) is dist.ProcessGroup and bool(group._get_backend(device).supports_coalescing)
