@@ -1,4 +1,4 @@
-"""The compiled kernels as PyTorch custom ops: typed wrappers, fake kernels, and checks of a user's arguments.
+"""The compiled kernels as PyTorch custom ops: what they take, fake kernels, and checks of a user's arguments.
 
 The wrappers take the arguments of the op schemas and document their shapes. Where a kernel is missing or wrong, torch
 operations (torch_ops.py) compute the same; attention then is aten's (attn/choose.py). Among the ops here only the
@@ -354,69 +354,28 @@ def layout_check(layout: Tensor, seq_len: int, world_size: int) -> None:
     _ops.layout_check(layout, seq_len, world_size)
 
 
-def run_positions(runs: Tensor) -> Tensor:
-    """Return int64 (N,): the position in each row, for runs int64 CPU (R, 4) in any order that fill the rows."""
-    positions: Tensor = _ops.run_positions(runs)
-    return positions
-
-
-def plan_rank(begin: Tensor, end: Tensor, layout: Tensor, rank: int, at_once: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rounds of one rank, for an interval mask over a layout; sequence/plan.py makes objects of them.
-
-    begin, end int32 (B or 1, S), or (2, B or 1, S), those of queries, then those of keys; layout int64 (R, 5), all on
-    the CPU. Returns int64: rounds (W, or 1 at once, 5), num_keys, num_pairs, first_run, num_runs, in_place; transfers
-    (2, W, 5), incoming and outgoing, rank, num_keys, first_run, num_runs, is_head; and all their runs (M, 4). O(S), and
-    times log S with two sides.
-    """
-    _check_on_cpu(begin, end, layout)
-    rounds, transfers, runs = _ops.plan_rank(begin, end, layout, rank, at_once)
-    return rounds, transfers, runs
-
-
-def plan_counts(begin: Tensor, end: Tensor, layout: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and pairs, int64 (W, W), by rank of the queries, then of the keys; arguments as of `plan_rank`.
-
-    keys: those of a rank that another attends. pairs: unmasked (query, key) pairs, summed over the rows of the mask.
-    O(W S), and times log S with two sides.
-    """
-    _check_on_cpu(begin, end, layout)
-    keys, pairs = _ops.plan_counts(begin, end, layout)
-    return keys, pairs
-
-
-def pieces(begin: Tensor, end: Tensor, k_runs: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    """Return int64 (P, 6), the numbers of a `Piece` each, and how many each row of the mask has, int64 (Bm,).
-
-    As `find_pieces` in sequence/pieces.py, which makes objects of them: (0, 6) and (0,) where that returns None. k_runs
-    are in the order of rows; given: key_begin, key_end and positions, or None, and the most pieces and stretches.
-    """
-    found, counts = _ops.pieces(begin, end, k_runs, *given)
-    return found, counts
-
-
-def mask_hulls(
-    begin: Tensor, end: Tensor, key_begin: Tensor, key_end: Tensor, last: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how many keys each query of a mask attends, int64 (B, S); the first, and the last plus 1, int32 (B, S).
-
-    All int32 (B, S) on the CPU: query q attends key k if begin[q] <= k < end[q] and key_begin[k] <= q < key_end[k].
-    last: of its keys, only the last so many; 0: all. With the two sides exchanged: the queries of each key. O(S log S).
-    """
-    for name, x in (("begin", begin), ("end", end), ("key_begin", key_begin), ("key_end", key_end)):
-        arguments.check_on_cpu(name, x)
-    counts, first, after = _ops.mask_hulls(begin, end, key_begin, key_end, last)
-    return counts, first, after
+# These run on the host, on CPU tensors (csrc/ringtile/sequence.h). begin, end: int32 (B or 1, S), or (2, B or 1, S),
+# those of queries, then those of keys; layout, runs int64 (R, 5) and (R, 4). Results are int64 unless they are bounds.
+#
+#   run_positions(runs)    (N,): the position in each row, for runs in any order that fill the rows
+#   plan_rank(begin, end, layout, rank, at_once)    the rounds of one rank, of which sequence/plan.py makes objects:
+#       rounds (W, or 1 at once, 5), num_keys, num_pairs, first_run, num_runs, in_place; transfers (2, W, 5), incoming
+#       and outgoing, rank, num_keys, first_run, num_runs, is_head; and all their runs (M, 4)
+#   plan_counts(begin, end, layout)    keys and pairs (W, W), by rank of the queries, then of the keys: the keys of a
+#       rank that another attends, and the unmasked (query, key) pairs, summed over the rows of the mask
+#   pieces(begin, end, k_runs, key_begin, key_end, positions, max_pieces, max_stretches)    as `find_pieces` in
+#       sequence/pieces.py: (P, 6), the numbers of a `Piece` each, and how many each row of the mask has (B,); empty
+#       where there are too many
+#   mask_hulls(begin, end, key_begin, key_end, last=0)    how many keys each query of a mask with two sides attends
+#       (B, S); the first, and the last plus 1, int32 (B, S). last: of its keys, only the last so many; 0: all. With the
+#       sides exchanged: the queries of each key
+run_positions, plan_rank, plan_counts = _ops.run_positions, _ops.plan_rank, _ops.plan_counts
+pieces, mask_hulls = _ops.pieces, _ops.mask_hulls
 
 
 def digest(begin: Tensor, end: Tensor, layout: Tensor) -> int:
     """Return 64 bits that are equal on two ranks exactly if their masks and layouts are, up to a collision."""
-    _check_on_cpu(begin, end, layout)
     return int(_ops.digest(begin, end, layout).item())
-
-
-def _check_on_cpu(begin: Tensor, end: Tensor, layout: Tensor) -> None:
-    for name, x in (("begin", begin), ("end", end), ("layout", layout)):
-        arguments.check_on_cpu(name, x)
 
 
 @torch.library.register_fake("ringtile::run_positions")  # type: ignore[untyped-decorator]

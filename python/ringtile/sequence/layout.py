@@ -257,7 +257,8 @@ class Layout:
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """Return int64 (N,): the global position of each local token."""
         numbers = torch.tensor(self._of_rank(rank), dtype=torch.int64, device="cpu")
-        return ops.run_positions(numbers.view(-1, 4)).to(device)
+        positions: Tensor = ops.run_positions(numbers.view(-1, 4))
+        return positions.to(device)
 
     def _of_rank(self, rank: int) -> list[int]:
         """Return the numbers of the runs of a rank, one after another."""

@@ -121,7 +121,8 @@ class IntervalMask:
         """int64 (B or 1, S): how many keys each query attends."""
         if self.key_begin is None or self.key_end is None:
             return (self.end - self.begin).long()
-        return ops.mask_hulls(self.begin, self.end, self.key_begin, self.key_end)[0]
+        num_keys: Tensor = ops.mask_hulls(self.begin, self.end, self.key_begin, self.key_end)[0]
+        return num_keys
 
     @functools.cached_property
     def loose_key_bounds(self) -> tuple[Tensor, ...]:
