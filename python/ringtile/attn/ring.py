@@ -27,7 +27,7 @@ from ringtile.attn.call import AttentionCall
 from ringtile.sequence.plan import Transfer
 from ringtile.sequence.rounds import Round
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.messages import Message
+from ringtile.transport.transport import Message
 
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

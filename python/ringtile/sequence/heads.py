@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ringtile import ops
 from ringtile.sequence.layout import Layout, Run
-from ringtile.transport.messages import Message
-from ringtile.transport.transport import Transport
+from ringtile.transport.transport import Message, Transport
 
 Rows = list[Run]  # global_begin: a row among the tokens of the group
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from ringtile.errors import InputError, RingMismatchError
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group
-from ringtile.transport.messages import all_gather
-from ringtile.transport.transport import Transport
+from ringtile.transport.transport import Transport, all_gather
 
 CHUNK_COLUMNS = 4096  # logits are processed in chunks of this many classes, to keep temporaries small
 

@@ -45,7 +45,7 @@ from ringtile.hf.patches import Patches
 from ringtile.random_states import all_random_states, set_random_states
 from ringtile.transport.collectives import all_gather_seq
 from ringtile.transport.groups import Group, transport_of
-from ringtile.transport.messages import all_gather
+from ringtile.transport.transport import all_gather
 
 logger = logging.getLogger("ringtile")
 
