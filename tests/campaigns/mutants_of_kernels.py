@@ -257,7 +257,7 @@ MUTANTS = [
     ),
     Mutant(
         "plan: bytes of the values forgotten",
-        "python/ringtile/sequence/cost.py",
+        "python/ringtile/sequence/plan.py",
         "key, value = shape.batch * shape.head_dim, shape.batch * shape.v_head_dim",
         "key, value = shape.batch * shape.head_dim, shape.batch * shape.head_dim",
         "tests/sequence/test_plan.py",

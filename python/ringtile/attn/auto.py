@@ -13,10 +13,9 @@ import torch
 
 from ringtile.attn.call import AttentionCall
 from ringtile.scheme import Scheme
-from ringtile.sequence.cost import Counts
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import Shape
+from ringtile.sequence.plan import Counts, Shape
 from ringtile.sequence.sharded import ShardedSequence
 
 

@@ -14,10 +14,9 @@ from torch import Tensor
 from ringtile import arguments, ops
 from ringtile.errors import InputError
 from ringtile.scheme import Scheme
-from ringtile.sequence.cost import Counts
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import Shape
+from ringtile.sequence.plan import Counts, Shape
 
 _MAX_HEADS = 2**16
 
