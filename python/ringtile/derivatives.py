@@ -48,7 +48,7 @@ def check_once(op: str, *tensors: Tensor | None, vmap: bool = True) -> None:
 
 
 def _transform_of(x: Tensor) -> str:
-    """What differentiates by x besides autograd's reverse mode; "" if nothing does."""
+    """Return what differentiates by x besides autograd's reverse mode; "" if nothing does."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         if functorch.is_gradtrackingtensor(x):  # of grad, vjp or jvp, at whatever depth

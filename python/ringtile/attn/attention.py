@@ -1,7 +1,7 @@
 """Exact attention over a sequence sharded over the ranks of a group: a ring (arXiv:2310.01889), or another scheme.
 
 The public functions; op.py has the op behind them. A call is resolved (auto.py), heads are exchanged where ranks share
-them (ulysses.py), and keys travel around the ring (ring.py, exchange.py); choose.py says who computes a block of them.
+them (ulysses.py), and keys travel around the ring (ring.py); choose.py says who computes a block of them.
 
 Shape letters: B batch, S global tokens, N local tokens, H query heads, G kv heads, D head dim, Dv value head dim,
 R runs of all ranks.
@@ -179,7 +179,7 @@ def _slot(call: AttentionCall) -> keep.Slot | None:
 
 
 class RingAttention(torch.autograd.Function):
-    """The op's forward and backward, on a sequence that need not be found by its tensors."""
+    """The node of the eager path, which takes the AttentionCall itself; op.py has that of what sees ops only."""
 
     @staticmethod
     def forward(

@@ -35,17 +35,17 @@ class Block(NamedTuple):
 
 
 class Running(NamedTuple):
-    """What the forward merges blocks into."""
+    """The state of a forward, into which its blocks are merged."""
 
     out: Tensor  # (B, N, H, Dv) of the state dtype
     lse: Tensor  # (B, H, N) float64
     fresh: bool  # no block came before, and both may be uninitialized
-    rounded: Tensor | None = None  # like out, contiguous, of q's dtype: if set, it gets the merged out instead of out
+    rounded: Tensor | None = None  # like out, contiguous, of q's dtype: gets the merged out, and out any numbers
 
 
 @dataclass(frozen=True, eq=False)
 class Final:
-    """What the backward knows of all blocks."""
+    """The inputs of a backward that are the same for all blocks."""
 
     dout: Tensor  # (B, N, H, Dv) of q's dtype, unit stride in the last dim: see `of`
     out: Tensor  # (B, N, H, Dv) of q's dtype
@@ -67,7 +67,7 @@ class Final:
 
 
 class Gradients(NamedTuple):
-    """What the backward adds its parts to, each like its x and of the state dtype."""
+    """The sums to which a backward adds the part of each block: each like its x, of the state dtype."""
 
     dq: Tensor
     dk: Tensor

@@ -55,7 +55,7 @@ class AttentionDropout:
 
 
 class AttentionCall(NamedTuple):
-    """What a call is about, besides q, k and v. `of` makes one that can run."""
+    """The sequence, shape and options of a call: all but q, k and v. `of` makes one that can run."""
 
     sequence: ShardedSequence
     shape: Shape  # of q, k and v as the caller gave them, with all heads

@@ -32,7 +32,7 @@ from ringtile.transport.transport import Transport
 
 
 class Saved(NamedTuple):
-    """What the ring took and gave, for its backward: of all local heads, or of this rank's share."""
+    """Inputs and results of the ring, for its backward: of all local heads, or of this rank's share."""
 
     q: Tensor  # (B, Nq, h, D)
     k: Tensor  # (B, Nq, g, D)

@@ -91,7 +91,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What a recurrence asks about one rank's mask and layout, computed once. Holds no sequence, which is its key."""
+    """Metadata of one rank's mask and layout for recurrences, computed once. Holds no sequence, which is its key."""
 
     mask: IntervalMask
     layout: Layout

@@ -94,7 +94,7 @@ class _Exchange:
         self._group = HeadGroup(ranks, sequence.rank, join(sequence.layout, sequence.world_size)[1])
 
     def to_heads(self, operands: Sequence[Operand], tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Of tensors like the operands' (B, N, H, ...), the share (B, S, h, ...); of one without tokens, a view."""
+        """Return this rank's share (B, S, h, ...) of tensors like the operands' (B, N, H, ...); of some, a view."""
         result = [one.of(x, EVERY_TOKEN, self._own) for one, x in zip(operands, tensors, strict=True)]
         moving = [i for i, one in enumerate(operands) if one.tokens]
         parts = [[operands[i].of(tensors[i], EVERY_TOKEN, share) for i in moving] for share in self._shares]
@@ -103,7 +103,7 @@ class _Exchange:
         return result
 
     def to_tokens(self, operands: Sequence[Operand], tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Of shares (B, S, h, ...), of tensors like the operands', (B, N, H, ...): `to_heads` the other way.
+        """Return tensors like the operands' (B, N, H, ...) from shares (B, S, h, ...): `to_heads` the other way.
 
         Where all ranks have the same heads, what they have is added; one without tokens is 0 in the other heads.
         """

@@ -37,7 +37,7 @@ def is_on() -> bool:
 
 
 def why_not(key: object, test: Callable[[], str]) -> str:
-    """What is wrong with a kernel; "" if nothing is. test finds out, the first time.
+    """Return what is wrong with a kernel; "" if nothing is. test finds out, the first time.
 
     A CUDA graph that is being captured is not disturbed: what no earlier call has checked is used unchecked there.
     """
@@ -79,7 +79,7 @@ def run(test: Callable[[], str]) -> str:
 
 
 def error_of(error: Exception) -> str:
-    """What is wrong with a kernel that raises."""
+    """Return what is wrong with a kernel that raises."""
     return f"raises {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 

@@ -97,7 +97,7 @@ def why_not(device: torch.device, *questions: Question) -> str:
 
 
 def forget() -> None:
-    """As in a new process."""
+    """Forget every verdict, as in a new process."""
     _known.clear()
     environment.cache_clear()
 

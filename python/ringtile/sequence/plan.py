@@ -52,7 +52,7 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class PlannedRound:
-    """What one rank does in one round. This rank may be among the others, where its keys are part of a block."""
+    """The part of one rank in one round. This rank may be among the others, where its keys are part of a block."""
 
     index: int
     k_runs: Tensor  # int64 CPU (R, 4): positions of the keys; local_begin = row of the block

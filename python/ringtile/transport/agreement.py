@@ -52,7 +52,7 @@ HeaderValue = int | float | str
 
 
 class Terms:
-    """What all ranks must agree on for one kind of call: the op, the device type, and the fields of the caller."""
+    """The terms of one kind of call, equal on all ranks: the op, the device type, and the fields of the caller."""
 
     def __init__(self, op: str, device_type: str, fields: Mapping[str, HeaderValue]) -> None:
         text = json.dumps({"op": op, "device": device_type, **fields}).encode("ascii")

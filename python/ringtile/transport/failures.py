@@ -49,7 +49,7 @@ class Loss(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """What a rank says. by: that rank; lost: the rank that is lost, _NOBODY if it does not know yet.
+    """A rank fails, or has lost one. by: that rank; lost: the rank that is lost, _NOBODY if it does not know yet.
 
     period: the number of the period of work in which it says so; a loss counts in no other one. left: it said so
     before, and will not come back: whoever still waits for it waits in vain.

@@ -33,7 +33,7 @@ class _Parcel(NamedTuple):
 
 
 class _Mailbox:
-    """What one virtual rank has sent to another, by tag, each in the order of sending."""
+    """The messages from one virtual rank to another, by tag, each in the order of sending."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -111,7 +111,7 @@ class _LoopbackDetector(FailureDetector):
 
 
 class Hall:
-    """What the virtual ranks of a world share."""
+    """The mailboxes, detectors and channels of all virtual ranks of a world."""
 
     def __init__(self, world_size: int, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds

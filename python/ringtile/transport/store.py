@@ -1,4 +1,4 @@
-"""What the ranks of a group say to each other through the store in which it has met, torch.distributed's own.
+"""Words between the ranks of a group through the store in which it has met, torch.distributed's own.
 
 A `Meeting` is what they must know before they connect. A group that has NCCL alone opens no connection of its own: its
 headers go through the store too, over a `StoreChannel`.
