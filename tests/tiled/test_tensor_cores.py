@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernel = torch.library.Library("aten", "IMPL")
     kernel.impl("mm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype), "CPU")
+    tried = {(torch.device("cpu"), dtype): False for dtype in (torch.bfloat16, torch.float16)}
+    monkeypatch.setattr(weight_grad, "_tried", tried)
     with as_on("cuda"):
         yield
     kernel._destroy()
@@ -62,6 +64,38 @@ def test_weight_gradients_are_sums_of_exact_products(
     assert products.largest_cast == 0
     assert relative_error(total, exact) <= 51 * torch.finfo(torch.float32).eps  # 51 terms
     assert relative_error(bias, dout.double().sum(0)) <= 50 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize(
+    ("rounds", "copies", "calls"), [(False, False, [1, 0]), (True, False, [0, 4]), (False, True, [0, 4])]
+)
+def test_products_are_added_in_place_where_torch_does_so(
+    rounds: bool, copies: bool, calls: list[int], cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tried once for a dtype; not where the product is rounded before, or the sum is elsewhere afterwards."""
+    added, original = [0, 0], torch.mm
+
+    def addmm(total: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        added[0] += 1
+        product = (a.to(out_dtype) @ b.to(out_dtype)).to(a.dtype if rounds else out_dtype).to(out_dtype)
+        return out.set_(total + product) if copies else out.add_(product)  # type: ignore[call-overload]
+
+    def mm(*args: Any, **options: Any) -> Tensor:
+        added[1] += 1
+        return original(*args, **options)
+
+    monkeypatch.setattr(weight_grad, "_tried", {})
+    monkeypatch.setattr(torch, "addmm", addmm)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(weight_grad, "PRODUCT_BYTES", 10 * 4 * 24)
+    torch.manual_seed(0)
+    dout, x, total = torch.randn(50, 40).bfloat16(), torch.randn(50, 24).bfloat16(), torch.randn(40, 24)
+    for _ in range(2):
+        exact, sum_at = total.double() + dout.double().t() @ x.double(), total.data_ptr()
+        add_linear_grads_(total, None, dout, x)
+        assert relative_error(total, exact) <= 51 * torch.finfo(torch.float32).eps
+        assert total.data_ptr() == sum_at
+    assert added == [1 + 2 * calls[0], 2 * calls[1]]  # with the trial
 
 
 def test_other_dtypes_are_multiplied_as_before(cuda: None) -> None:

@@ -37,6 +37,32 @@ def sums_16_bit_products(device: torch.device) -> bool:
     return device_type(device) == "cuda"
 
 
+_tried: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
+def _adds_in_place(x: Tensor) -> bool:
+    """Whether torch.addmm adds products of matrices like x to a float32 sum where it is, unrounded: tried once.
+
+    So it does on CUDA since torch 2.10; else a product is written beside the sum, read again, and added.
+    """
+    if (known := _tried.get((x.device, x.dtype))) is not None:
+        return known
+    if type(x) is not Tensor or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False  # where no number can be read, such as on fake tensors
+    numbers = torch.arange(64 * 40, device=x.device, dtype=torch.float64).sin()
+    dout, some = (numbers[: 64 * size].view(64, size).to(x.dtype) for size in (40, 24))
+    total, wide = torch.ones(40, 24, device=x.device), [dout.double(), some.double()]
+    place, exact, largest = total.data_ptr(), 1 + wide[0].t() @ wide[1], 1 + wide[0].abs().t() @ wide[1].abs()
+    try:
+        torch.addmm(total, dout.t(), some, out_dtype=torch.float32, out=total)
+        near = (total - exact).abs() <= 65 * torch.finfo(torch.float32).eps * largest  # 65 terms
+        found = total.data_ptr() == place and bool(near.all())
+    except Exception:  # of whatever kind: the other way always works
+        found = False
+    _tried[x.device, x.dtype] = found
+    return found
+
+
 def add_linear_grads_(weight_sum: Tensor | None, bias_sum: Tensor | None, dout: Tensor, x: Tensor) -> None:
     """Adds one tile's gradients of a linear layer: dout^T x for the weight, the column sums of dout for the bias.
 
@@ -47,10 +73,12 @@ def add_linear_grads_(weight_sum: Tensor | None, bias_sum: Tensor | None, dout: 
     if weight_sum is not None:
         narrow = dout.dtype == x.dtype in (torch.bfloat16, torch.float16) and weight_sum.dtype == torch.float32
         if narrow and sums_16_bit_products(x.device):
-            # torch.addmm with out_dtype would need the whole product beside the sum, too.
-            num_rows = max(1, PRODUCT_BYTES // max(1, 4 * x.size(1)))
-            for rows in tiles(dout.size(1), num_rows):
-                weight_sum[rows].add_(torch.mm(dout[:, rows].t(), x, out_dtype=torch.float32))  # += would copy them
+            if _adds_in_place(x):
+                torch.addmm(weight_sum, dout.t(), x, out_dtype=torch.float32, out=weight_sum)
+            else:
+                num_rows = max(1, PRODUCT_BYTES // max(1, 4 * x.size(1)))
+                for rows in tiles(dout.size(1), num_rows):
+                    weight_sum[rows].add_(torch.mm(dout[:, rows].t(), x, out_dtype=torch.float32))  # += would copy them
         else:
             weight_sum.addmm_(dout.t().to(weight_sum.dtype), x.to(weight_sum.dtype))
     if bias_sum is not None:
