@@ -83,10 +83,7 @@ def drawn_in_packs(pieces: tuple[tuple[Piece, ...], ...], batch: int, picture: T
     """int (B N, B K)."""
     picture = torch.block_diag(*[picture] * batch)
     for pack in packs(pieces, batch, picture.size(0) // batch, picture.size(1) // batch):
-        q_rows, k_rows = (
-            torch.arange(picture.size(dim)) if rows is None else rows
-            for dim, rows in ((0, pack.q_rows), (1, pack.k_rows))
-        )
+        q_rows, k_rows = (torch.arange(picture.size(dim))[rows] for dim, rows in ((0, pack.q_rows), (1, pack.k_rows)))
         for rows in (q_rows, k_rows):
             assert rows.unique().numel() == rows.numel()
         sizes = []

@@ -24,6 +24,7 @@ from ringtile.sequence.plan import rank_plan
 from ringtile.sequence.rounds import Round
 from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
 FLASH = aten.ATEN["cpu"][0]
@@ -238,3 +239,47 @@ def test_ranks_choose_what_is_fastest_for_the_slowest(monkeypatch: pytest.Monkey
     LoopbackWorld(2).run(on_rank)
     assert ran == {"other"}
     assert sorted(measured) == 4 * [0] + 4 * [1]
+
+
+def test_the_first_block_is_written_as_it_would_be_merged() -> None:
+    """Also rows without a weight, which some kernels give as inf and NaN."""
+    part, part_lse = torch.randn(3, 2, 4).bfloat16(), torch.randn(3, 2)
+    part_lse[0], part_lse[1], part[0] = torch.inf, -torch.inf, torch.nan
+    out, lse = torch.zeros(3, 2, 4), torch.full((3, 2), -torch.inf, dtype=torch.float64)
+    written = torch.full_like(out, torch.nan), torch.full_like(lse, torch.nan)
+    aten._merge_(out, lse, torch.where(part.isnan(), 0, part), part_lse)
+    aten._write_(*written, part, part_lse)
+    assert torch.equal(written[0], torch.where((lse == -torch.inf)[..., None], 0, out))
+    assert torch.equal(written[1], lse)
+
+
+@pytest.mark.parametrize(("rank", "most"), [(0, [6, 12]), (1, [6, 12])])
+def test_a_round_of_zigzag_copies_no_rows(rank: int, most: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of aten to merge a block, besides the kernel's: the first is written, the queries of others are views."""
+
+    def attend(q: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        with torch.utils._python_dispatch._disable_current_modes():
+            return torch.zeros_like(q), torch.zeros(q.shape[1::-1])
+
+    monkeypatch.setattr(aten, "_flash_functions", lambda library: aten._FlashFunctions(attend, attend))
+    rounds = Round.all_of(rank_plan(IntervalMask.causal(128), Layout.zigzag(128, 2), rank), CPU)
+    p = problem(seq_len=64, dtype=torch.bfloat16)
+    out, lse = torch.zeros(p.q.shape), torch.zeros(1, 4, 64, dtype=torch.float64)
+    found = []
+    for i, round in enumerate(rounds):
+        keys = p.k[:, : round.planned.num_keys]
+        round.packs(p.q, keys)
+        with Calls() as calls:
+            aten.InPacks().forward(Block(p.q, keys, keys, round, 1.0, 0.0), choose.Running(out, lse, fresh=i == 0))
+        found.append(calls.num)
+    assert found == most
+
+
+class Calls(TorchDispatchMode):
+    """Counts what is no view."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += not func.is_view
+        return func(*args, **(kwargs or {}))

@@ -102,8 +102,13 @@ class InSquares:
 
     def forward(self, block: Block, state: Running) -> None:
         q, k, v, out, lse = block.q, block.k, block.v, state.out, state.lse
-        _start(state)
-        for rows, square in block.round.squares:
+        squares = block.round.squares
+        writes = (
+            state.fresh and len(squares) == 1 and squares[0][1][:2] == (0, q.size(1)) and squares[0][0] == slice(None)
+        )
+        if not writes:
+            _start(state)
+        for rows, square in squares:
             queries, keys = _places(rows, square)
             part, part_lse = self.attend(
                 _heads_first(q[queries], square),
@@ -114,7 +119,8 @@ class InSquares:
             )
             part_lse = part_lse.reshape(part.shape[:3])
             part_lse = part_lse.flip(2) if square.flipped else part_lse
-            _merge_(out[queries], lse.transpose(1, 2)[queries], _tokens_first(part, square), part_lse.transpose(1, 2))
+            found = _tokens_first(part, square), part_lse.transpose(1, 2)
+            (_write_ if writes else _merge_)(out[queries], lse.transpose(1, 2)[queries], *found)
         if state.rounded is not None:
             state.rounded.copy_(out)
 
@@ -171,20 +177,21 @@ class InPacks:
 
     def forward(self, block: Block, state: Running) -> None:
         q, k, v, out, lse = block.q, block.k, block.v, state.out, state.lse
-        _start(state)
-        out_rows, lse_rows = out.flatten(0, 1), lse.mT.flatten(0, 1).clone()  # (B N, H, D); (B N, H)
-        for pack in block.round.packs(q, k):
+        packs = block.round.packs(q, k)
+        writes = state.fresh and len(packs) == 1 and packs[0].q_rows == slice(0, q.size(0) * q.size(1))
+        if not writes:
+            _start(state)
+        out_rows, lse_rows = out.flatten(0, 1), lse.mT.flatten(0, 1)  # (B N, H, D); (B N, H), a copy but for one row
+        for pack in packs:
             given = (_take(x, rows) for x, rows in ((q, pack.q_rows), (k, pack.k_rows), (v, pack.k_rows)))
             found = self._functions.forward(*given, *_sequences(pack), False, **_options(pack, block))
-            part, part_lse = found[:2]
-            if pack.q_rows is None:
-                _merge_(out_rows, lse_rows, part, part_lse.t())
-            else:
-                running = out_rows.index_select(0, pack.q_rows), lse_rows.index_select(0, pack.q_rows)
-                _merge_(*running, part, part_lse.t())
+            running, part, part_lse = (out_rows[pack.q_rows], lse_rows[pack.q_rows]), found[0], found[1].t()
+            (_write_ if writes else _merge_)(*running, part, part_lse)
+            if isinstance(pack.q_rows, Tensor):
                 out_rows.index_copy_(0, pack.q_rows, running[0])
                 lse_rows.index_copy_(0, pack.q_rows, running[1])
-        lse.copy_(lse_rows.view(*q.shape[:2], -1).mT)
+        if q.size(0) > 1:
+            lse.copy_(lse_rows.view(*q.shape[:2], -1).mT)
         if state.rounded is not None:
             state.rounded.copy_(out)
 
@@ -204,8 +211,8 @@ class InPacks:
                 **_options(pack, block),
             )
             for gradient, part, rows in zip(grads[:3], parts, (q_rows, k_rows, k_rows), strict=True):
-                if rows is None:
-                    gradient.flatten(0, 1).add_(part)
+                if isinstance(rows, slice):
+                    gradient.flatten(0, 1)[rows].add_(part)
                 else:  # which hold none twice, so that no order matters
                     gradient.flatten(0, 1).index_add_(0, rows, part.to(gradient.dtype))
         _round(grads)
@@ -259,6 +266,14 @@ def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
+def _write_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Write what `_merge_` would where no key came before."""
+    lse.copy_(part_lse)
+    lse.masked_fill_(lse == torch.inf, -torch.inf)
+    out.copy_(part)
+    out.masked_fill_((lse == -torch.inf)[..., None], 0)
+
+
 # ---- squares and packs --------------------------------------------------------------------------
 
 
@@ -277,9 +292,9 @@ def _tokens_first(x: Tensor, square: Square) -> Tensor:
     return (x.flip(2) if square.flipped else x).transpose(1, 2)
 
 
-def _take(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Return those rows of (B, M, ...), or all, as one sequence."""
-    return x.flatten(0, 1) if rows is None else x.flatten(0, 1).index_select(0, rows)
+def _take(x: Tensor, rows: Tensor | slice) -> Tensor:
+    """Return those rows of (B, M, ...) as one sequence."""
+    return x.flatten(0, 1)[rows] if isinstance(rows, slice) else x.flatten(0, 1).index_select(0, rows)
 
 
 def _sequences(pack: Pack) -> tuple[Any, ...]:

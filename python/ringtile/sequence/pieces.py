@@ -115,8 +115,8 @@ class Pack(NamedTuple):
 
     left: int
     right: int
-    q_rows: Tensor | None  # int64; None: all of them, in order
-    k_rows: Tensor | None
+    q_rows: Tensor | slice  # int64, or neighbors
+    k_rows: Tensor | slice
     q_offsets: Tensor  # int32 (sequences + 1)
     k_offsets: Tensor
     max_queries: int
@@ -151,8 +151,8 @@ def packs(pieces: Sequence[Sequence[Piece]], batch: int, num_queries: int, num_k
                 Pack(
                     left,
                     right,
-                    _rows(of_queries, batch * num_queries),
-                    _rows(of_keys, batch * num_keys),
+                    _rows(of_queries),
+                    _rows(of_keys),
                     _offsets(of_queries),
                     _offsets(of_keys),
                     max(map(len, of_queries)),
@@ -162,9 +162,9 @@ def packs(pieces: Sequence[Sequence[Piece]], batch: int, num_queries: int, num_k
     return tuple(found)
 
 
-def _rows(ranges: Sequence[range], total: int) -> Tensor | None:
-    if sum(map(len, ranges)) == total:
-        return None
+def _rows(ranges: Sequence[range]) -> Tensor | slice:
+    if all(before.stop == after.start for before, after in itertools.pairwise(ranges)):
+        return slice(ranges[0].start, ranges[-1].stop)
     return torch.cat([torch.arange(each.start, each.stop, device="cpu") for each in ranges])
 
 
