@@ -1,6 +1,6 @@
 """Bugs that other stacks had in public, put into ringtile: a test must catch each, and the gauntlet too.
 
-`python tests/campaigns/mutants_of_peers.py` writes their table into docs/guide/gauntlet.md.
+`python tests/campaigns/mutants_of_peers.py` writes their table into README.md.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mutant import Mutant
 
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "gauntlet.md"
+PAGE = Path(__file__).with_name("README.md")
 BEGIN = "<!-- begin: python tests/campaigns/mutants_of_peers.py -->\n"
 
 MUTANTS = [
