@@ -252,6 +252,42 @@ def test_window_of_the_page_of_migrating_is_ring_flash_attns() -> None:
     assert torch.equal(mask.end - mask.begin, torch.tensor([[1, 2, 3, 3, 3, 3]], dtype=torch.int32))
 
 
+# ---- prose ----------------------------------------------------------------------------------------
+
+# Riddles of this project's own dialect, and what to write instead.
+RIDDLES = {
+    r"\bof which\b": "whose, or a second sentence",
+    r"\bas it is\b": "unchanged",
+    r"\b(?:is|are) (?:told|dealt)\b|\bdearest\b": "is reported, is distributed, most expensive",
+    r"\btells? \w* ?apart\b": "separate, distinguish",
+    r"\bby name\b": "refused",
+    r"(?:^|[.] )Who\b": "whoever, or you",
+    r"\bone's own\b": "your own",
+    r"\bnobody\b": "no one, or what is not checked",
+    r"\bgoes? on from\b": "continues from",
+    r"\b(?:believed|forgotten)\b": "ignored",
+    r"\bthose that\b": "name them",
+    r"\bwhat travels\b": "messages",
+    r"\bby turns\b": "alternately",
+}
+BRITISH = "|".join(
+    (
+        r"\b\w*(?:neighb|behavi|col|fav|hon|lab)our\w*",
+        r"\b\w*(?:organ|initial|recogn|normal|optim|serial|synchron)is(?:e|ing)\w*",
+        r"\b(?:label|model|travel|cancel|signal)l(?:ed|ing)\b",
+        r"\b(?:grey|centre)\b",
+    )
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_prose_is_plain_american_english(page: str) -> None:
+    text = re.sub(r"<!-- begin.*?<!-- end -->|`[^`\n]*`|\]\([^)]*\)", "", prose(page), flags=re.DOTALL)
+    for riddle, instead in RIDDLES.items():
+        assert not (found := re.search(riddle, text, re.MULTILINE)), f"{found and found[0]}: write {instead}"
+    assert not (found := re.search(BRITISH, text, re.IGNORECASE)), found and found[0]
+
+
 # ---- what the pages say about the code ----------------------------------------------------------
 
 
