@@ -94,7 +94,10 @@ class _Exchange:
         self._group = HeadGroup(ranks, sequence.rank, join(sequence.layout, sequence.world_size)[1])
 
     def to_heads(self, operands: Sequence[Operand], tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """Return this rank's share (B, S, h, ...) of tensors like the operands' (B, N, H, ...); of some, a view."""
+        """Return this rank's share (B, S, h, ...) of tensors like the operands' (B, N, H, ...).
+
+        The share of one without tokens is a view.
+        """
         result = [one.of(x, EVERY_TOKEN, self._own) for one, x in zip(operands, tensors, strict=True)]
         moving = [i for i, one in enumerate(operands) if one.tokens]
         parts = [[operands[i].of(tensors[i], EVERY_TOKEN, share) for i in moving] for share in self._shares]
