@@ -75,7 +75,9 @@ MODELS: list[tuple[str, Callable[[nn.Module], None], str]] = [
     ("gpt-oss", of_transformers, "usp:2"),
     ("qwen3_next", of_transformers, "ring"),
     ("qwen3_next", reentrant, "all_gather"),
+    ("qwen3_next", of_transformers, "ulysses"),
     ("mamba", of_transformers, "ring"),
+    ("mamba", reentrant, "ulysses"),
 ]
 
 

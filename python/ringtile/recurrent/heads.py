@@ -9,13 +9,14 @@ Shape letters: B batch, S global tokens, N local tokens, H heads, h heads of a s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringtile import derivatives, ops
+from ringtile import derivatives, keep, ops
 from ringtile.recurrent.recurrence import EVERY_TOKEN, Operand, Recurrence, agreed
 from ringtile.recurrent.shares import HeadRange, shares
 from ringtile.sequence.heads import HeadGroup, join
@@ -29,18 +30,26 @@ def run(recurrence: Recurrence) -> Tensor:
 
 
 class _Heads(torch.autograd.Function):
-    """Keeps the inputs of the share; the backward computes them again."""
+    """Keeps the inputs of the share, or where a checkpointed layer keeps the output those of the local tokens; the
+    backward computes again."""
 
     @staticmethod
     def forward(ctx: Any, recurrence: Recurrence, *tensors: Tensor) -> Tensor:
-        documents, terms = recurrence.documents, _terms(recurrence)
+        documents, terms, slot = recurrence.documents, _terms(recurrence), _slot(recurrence)
+        ctx.recurrence, ctx.is_local = recurrence, slot is not None
+        if slot is not None and (kept := slot.take()) is not None:
+            (out,), ctx.number = kept
+            ctx.save_for_backward(*tensors)
+            return out
         with agreed(f"{recurrence.op} forward", documents, terms, recurrence.out.tensor):
             exchange = _Exchange(recurrence)
             given = exchange.to_heads(recurrence.operands, tensors, "the inputs")
             out, _ = recurrence.compute(given, documents.facts.whole, None)
             (out,) = exchange.to_tokens([recurrence.out], [out], "the outputs")
-        ctx.save_for_backward(*given)
-        ctx.recurrence, ctx.number = recurrence, documents.sequence.transport.num_calls
+        ctx.number = documents.sequence.transport.num_calls
+        if slot is not None:
+            slot.fill((out,), ctx.number)
+        ctx.save_for_backward(*(given if slot is None else tensors))
         return out
 
     @staticmethod
@@ -51,7 +60,7 @@ class _Heads(torch.autograd.Function):
             given = list(ctx.saved_tensors)
 
             def compute() -> list[Tensor | None]:
-                return _backward(recurrence, given, dout, ctx.needs_input_grad[1:], ctx.number)
+                return _backward(recurrence, given, dout, ctx.needs_input_grad[1:], ctx.number, ctx.is_local)
 
             gradients = derivatives.gradients(
                 recurrence.op, compute, dout, *given, propagate_errors=transport.propagate_errors
@@ -65,14 +74,31 @@ def _terms(recurrence: Recurrence) -> dict[str, HeaderValue]:
     return {**recurrence.terms, "scheme": "heads", "dtypes": dtypes}
 
 
+def _slot(recurrence: Recurrence) -> keep.Slot | None:
+    """Return where a checkpointed layer keeps the output."""
+    sequence, out = recurrence.documents.sequence, recurrence.out.tensor
+    if not keep.is_inside():
+        return None
+    numbers = out.size(0) * math.prod(out.shape[2:]) * -(-sequence.seq_len // sequence.world_size)
+    key = recurrence.op, *sequence.digests, sequence.group_name, *_terms(recurrence).items()
+    return keep.slot(key, numbers * out.itemsize)
+
+
 def _backward(
-    recurrence: Recurrence, given: list[Tensor], dout: Tensor, needed: tuple[bool, ...], forward_call: int
+    recurrence: Recurrence,
+    given: list[Tensor],
+    dout: Tensor,
+    needed: tuple[bool, ...],
+    forward_call: int,
+    is_local: bool,
 ) -> list[Tensor | None]:
     documents, operands = recurrence.documents, recurrence.operands
     terms = _terms(recurrence)
     terms["inputs that need gradients"] = "".join("01"[need] for need in needed)  # only theirs travel
     with agreed(f"{recurrence.op} backward", documents, terms, dout, forward_call=forward_call):
         exchange = _Exchange(recurrence)
+        if is_local:
+            given = exchange.to_heads(operands, given, "the inputs")
         (whole,) = exchange.to_heads([recurrence.out], [dout], "the gradients of the outputs")
         gradients, _ = recurrence.gradients(given, needed, documents.facts.whole, None, whole, None)
         wanted = [i for i, need in enumerate(needed) if need]
