@@ -36,7 +36,7 @@ from ringtile.errors import RefusedError
 from ringtile.first_batch.unchanged import without_checkpoints
 from ringtile.hf import checks
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active, checkpoints
-from ringtile.hf.features import recurrent
+from ringtile.hf.features import recurrent, stream
 from ringtile.hf.features.loss import install_tiled_loss
 from ringtile.hf.features.mlp import install_tiled_mlp
 from ringtile.hf.features.norm import install_tiled_norm
@@ -55,6 +55,8 @@ from ringtile.sequence.layout import Layout, resolved
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
+from ringtile.stream import layer
+from ringtile.stream.attend import running_chunk
 from ringtile.tiled import glu, loss, mlp, weight_grad
 from ringtile.tiled.offload import hooks_of
 from ringtile.tiled.tiles import as_on
@@ -158,7 +160,7 @@ class TrainingStep:
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters()) + self.num_packed
         patches = Patches()
         self._stack.callback(patches.restore)
-        for module in (glu, loss, mlp, weight_grad):
+        for module in (glu, layer, loss, mlp, weight_grad):
             patches.set(module, "tiles", self._live.tiles)
         if setup.images is not None:
             self._images = PlannedImages(model, setup.images, setup.batch, self._live, setup.on_gpu)
@@ -168,6 +170,8 @@ class TrainingStep:
             patches.set(kernels, "_check_kernel", lambda name, x: None)  # which computes
             if setup.on_gpu:
                 patches.set(recurrent, "uses_libraries", lambda device: True)  # and so are not given wider numbers
+        if setup.ringtile.stream:
+            stream.install(model, setup.ringtile.stream_tokens, patches)
         if setup.ringtile.tiled_mlp:
             install_tiled_mlp(model, setup.ringtile, patches)
         if setup.ringtile.tiled_norm:
@@ -232,7 +236,8 @@ class TrainingStep:
             facts = Documents(sequence).facts  # of real masks
             _ = facts.whole, *(facts.windows(before) for before in range(1, ops.MAX_CONV_WIDTH))
         phases: dict[str, dict[str, int]] = {}
-        device, mixed = "cuda" if setup.on_gpu else "cpu", batch if self._is_recurrent else None
+        device = "cuda" if setup.on_gpu else "cpu"
+        mixed = batch if self._is_recurrent or setup.ringtile.stream else None
         with self._fake, live, _planning(self), as_on(device), active(mixed):
             if setup.grpo is not None and setup.grpo.generation_rows:
                 phases |= self._generate(setup.grpo, layout.seq_len)
@@ -300,6 +305,8 @@ class TrainingStep:
     def _step(self, seq_len: int, local_len: int) -> None:
         live, (inputs, loaded) = self._live, self._inputs(seq_len, local_len)
         self._room = keep.room_of(self.setup.ringtile.keep_attention, self.setup.memory_bytes)
+        if self._batch is not None and self.setup.ringtile.stream:
+            self._batch.room = self._room
         self._engine.before_forward()
         loss = self._call(self._model, **inputs, use_cache=False)["loss"]  # frees other outputs, as the Trainer does
         self._engine.before_backward()
@@ -333,6 +340,14 @@ class TrainingStep:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with _disable_current_modes():  # plans are real
             sequence = batch.narrowed(mask_of_layer(module, options))
+        if (chunk := running_chunk()) is not None:
+            given = {"scale": options.get("scaling"), "softcap": options.get("softcap") or 0.0}
+            keep.called_by(module)
+            if chunk.tokens.start == 0 and getattr(chunk, "what", "") != "keys":  # of all chunks, as if none were kept
+                self._calls.append((Shape.of(q, k, v), sequence.mask, self._live.in_backward))
+            with self._live.making("attention"):
+                return chunk.attend(q, k, v, sequence, sinks=options.get("s_aux"), **given), None
+        with _disable_current_modes():
             shape = Shape.of(q, k, v)
             of_call = shape, sequence.mask, self._live.in_backward
             if sequence.world_size == 1:
@@ -389,6 +404,10 @@ def check(model: PreTrainedModel, setup: Setup) -> None:
         raise RefusedError(
             f"weights in 4 bits are not planned {'under ZeRO-3' if setup.grpo is None else 'of a GRPO step'}; expected "
             f"a step of ddp, fsdp2, zero1 or zero2 that generates nothing"
+        )
+    if setup.ringtile.context_parallel_size > 1 and setup.ringtile.stream:
+        raise RefusedError(
+            "streamed layers are planned on one rank; expected stream: false, or context_parallel_size: 1"
         )
     if setup.ringtile.context_parallel_size > 1:
         with unset_fake_temporarily():  # some of the model's functions are tried on numbers

@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ringtile import keep, ops
 from ringtile.attn import choose, ring
@@ -230,15 +231,16 @@ def _round_of(sequence: ShardedSequence, chunk: CausalChunk, q: Tensor) -> tuple
     one_row, rounds = q.size(0) == 1, _rounds.setdefault(sequence, _Rounds()).of
     key = chunk.tokens.start, chunk.tokens.stop, q.device, one_row
     if key not in rounds:
-        begin, end = _bounds(sequence, chunk.tokens)
-        low, high = 0, sequence.seq_len
-        if one_row:
-            some = end > begin
-            low = int(begin[some].min()) if bool(some.any()) else 0
-            high = max(int(end.max()), low + 1)
-        positions = torch.arange(chunk.tokens.start, chunk.tokens.stop, device="cpu")
-        queries = Queries(q.device, begin, end, positions)
-        rounds[key] = slice(low, high), Round(queries, ops.runs_tensor([(low, 1, 0, high - low)]))
+        with _disable_current_modes():  # of fake tensors: masks are real
+            begin, end = _bounds(sequence, chunk.tokens)
+            low, high = 0, sequence.seq_len
+            if one_row:
+                some = end > begin
+                low = int(begin[some].min()) if bool(some.any()) else 0
+                high = max(int(end.max()), low + 1)
+            positions = torch.arange(chunk.tokens.start, chunk.tokens.stop, device="cpu")
+            queries = Queries(q.device, begin, end, positions)
+            rounds[key] = slice(low, high), Round(queries, ops.runs_tensor([(low, 1, 0, high - low)]))
     return rounds[key]
 
 
@@ -261,12 +263,13 @@ def attends_no_later_chunk(sequence: ShardedSequence, num_tokens: int) -> bool:
     own, so that its layers take one pass."""
     of = _rounds.setdefault(sequence, _Rounds())
     if num_tokens not in of.is_causal:
-        of.is_causal[num_tokens] = (
-            sequence.world_size == 1
-            and sequence.begin.dim() == 2
-            and torch.equal(sequence.ring.plan.positions, torch.arange(sequence.seq_len))
-            and bool(((sequence.end <= sequence.begin) | (sequence.end <= _chunk_ends(sequence, num_tokens))).all())
-        )
+        with _disable_current_modes():
+            of.is_causal[num_tokens] = (
+                sequence.world_size == 1
+                and sequence.begin.dim() == 2
+                and torch.equal(sequence.ring.plan.positions, torch.arange(sequence.seq_len))
+                and bool(((sequence.end <= sequence.begin) | (sequence.end <= _chunk_ends(sequence, num_tokens))).all())
+            )
     return of.is_causal[num_tokens]
 
 

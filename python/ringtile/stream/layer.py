@@ -93,10 +93,10 @@ class _Chunks(abc.ABC):
     ) -> None:
         self.name, self.replay, self.rest, self.inside = name, replay, rest, inside
         self.batch, self.seq_len = x.shape[:2]
-        self.chunks = list(tiles(self.seq_len, tokens))
+        self.tokens = tokens
         self.extra = rest.differentiable
         self.weights: tuple[Tensor | None, ...] = (*(rest.leaves[i] for i in self.extra), *replay.weights)
-        self.random_states: list[RandomState] = []  # before each chunk
+        self.random_states: dict[int, RandomState] = {}  # before each chunk, by its first token
         self.are_flat: list[bool] = []  # the outputs, (B*S, ...)
 
     def forward(self, x: Tensor, *weights: Tensor | None) -> Output:
@@ -133,6 +133,11 @@ class _Chunks(abc.ABC):
             f"{self.name} attends {num_calls} times through transformers' AttentionInterface in tokens {tokens.start}.."
             f"{tokens.stop}; expected at least once, and as often in all chunks: {WHOLE}"
         )
+
+    def _restore(self, tokens: slice) -> None:
+        """Random numbers go on as before that chunk. The planner leaves out chunks that are like others."""
+        if (state := self.random_states.get(tokens.start)) is not None:
+            state.restore()
 
     def _end_at_attention(self, call: Callable[..., Any], chunk: Chunk, x: Tensor, inputs: dict[int, Tensor]) -> None:
         args, kwargs = self.rest.on(chunk.tokens, inputs)
@@ -216,8 +221,8 @@ class _OnePass(_Chunks):
     def _forward(self, x: Tensor, outputs: list[Any]) -> bool:
         keys: list[Keys] = []
         is_tuple = False
-        for tokens in self.chunks:
-            self.random_states.append(RandomState(x))
+        for tokens in tiles(self.seq_len, self.tokens):
+            self.random_states[tokens.start] = RandomState(x)
             chunk = CausalChunk(tokens, self.seq_len, "forward", keys)
             is_tuple = self._run(chunk, x, outputs)
             if chunk.num_calls != len(keys):
@@ -228,12 +233,15 @@ class _OnePass(_Chunks):
     def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
         keys: list[Keys] = []
         with torch.no_grad():
-            for tokens, state in zip(self.chunks, self.random_states, strict=True):
-                state.restore()
+            for tokens in tiles(self.seq_len, self.tokens):
+                self._restore(tokens)
                 chunk = CausalChunk(tokens, self.seq_len, "keys", keys, self.num_calls)
                 self._end_at_attention(again, chunk, x[:, tokens], {})
-        for tokens, state in zip(reversed(self.chunks), reversed(self.random_states), strict=True):
-            state.restore()
+        last = (self.seq_len - 1) // self.tokens * self.tokens
+        for reverse in tiles(self.seq_len, self.tokens):
+            begin = last - reverse.start
+            tokens = slice(begin, min(begin + self.tokens, self.seq_len))
+            self._restore(tokens)
             self._backward_chunk(CausalChunk(tokens, self.seq_len, "backward", keys), again, x, grads)
 
     def _backward_chunk(self, chunk: Chunk, again: Again, x: Tensor, grads: _Grads) -> None:
@@ -256,8 +264,8 @@ class _TwoPasses(_Chunks):
             raise RefusedError(f"{self.name} draws random numbers before its attention: {WHOLE}")
         out = whole.attend(*whole.inputs)
         del whole
-        for tokens in self.chunks:
-            self.random_states.append(RandomState(x))
+        for tokens in tiles(self.seq_len, self.tokens):
+            self.random_states[tokens.start] = RandomState(x)
             is_tuple = self._run(TakingChunk(tokens, self.seq_len, out[:, tokens]), x, outputs)
         return is_tuple
 
@@ -265,7 +273,7 @@ class _TwoPasses(_Chunks):
         """The inputs of attention: pass A without gradients."""
         whole = Whole()
         with torch.no_grad():
-            for tokens in self.chunks:
+            for tokens in tiles(self.seq_len, self.tokens):
                 self._end_at_attention(call, RecordingChunk(tokens, self.seq_len, whole), x[:, tokens], {})
         return whole
 
@@ -273,12 +281,12 @@ class _TwoPasses(_Chunks):
         whole = self._whole(again, x)
         out = whole.attend(*(y.requires_grad_() for y in whole.inputs))
         dout = torch.empty_like(out)
-        for tokens, state in zip(self.chunks, self.random_states, strict=True):
-            state.restore()
+        for tokens in tiles(self.seq_len, self.tokens):
+            self._restore(tokens)
             dout[:, tokens] = self._after_attention(tokens, out[:, tokens].detach(), again, x, grads)
         of_inputs = torch.autograd.grad(out, whole.inputs, dout)
         del whole, out, dout
-        for tokens in self.chunks:
+        for tokens in tiles(self.seq_len, self.tokens):
             self._before_attention(tokens, of_inputs, again, x, grads)
 
     def _after_attention(self, tokens: slice, out: Tensor, again: Again, x: Tensor, grads: _Grads) -> Tensor:
