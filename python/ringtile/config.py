@@ -129,11 +129,6 @@ class Config(Section):
             raise ValueError(
                 f"stream_tokens is {self.stream_tokens} but stream is false; set stream: true or remove stream_tokens"
             )
-        if self.stream and self.activation_offloading:
-            raise ValueError(
-                "stream and activation_offloading are true, but streamed layers have no checkpoint, whose input could "
-                "wait in host memory; expected one of the two"
-            )
         if self.loss_tile_tokens is not None and not self.tiled_loss:
             raise ValueError(
                 f"loss_tile_tokens is {self.loss_tile_tokens} but tiled_loss is false; set tiled_loss: true or remove "

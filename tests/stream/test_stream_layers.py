@@ -7,9 +7,15 @@ import pytest
 import ringtile
 import torch
 from counting import Alive, Counting, relative_error
+from fake_device import LateTransfer, alive
 from hf_models import FAMILIES, SIZES, tiny_encoder, tiny_model, with_lora
 from ringtile import InputError, RefusedError
+from ringtile.config import Config
 from ringtile.hf.features import stream
+from ringtile.hf.features.offload import offload_activations
+from ringtile.planner.setup import Setup
+from ringtile.planner.step import TrainingStep
+from ringtile.tiled.offload import ON_DEVICE
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -319,6 +325,40 @@ def test_each_chunk_attends_once_more_in_the_backward_and_no_more_keys_than_it_s
     run(model, batch_of("plain", 48, 1))
     chunks = [(16, 16), (16, 32), (16, 48)]
     assert seen == chunks * 2 + chunks[::-1] * 2
+
+
+def test_the_planner_knows_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step but for weights and optimizer, in tensors of at least a hundred elements: within 5 %."""
+    monkeypatch.undo()
+    config = tiny_model(max_position_embeddings=4096, hidden_size=64, intermediate_size=192).config
+    setup = Setup(config, ringtile=Config(stream=True, stream_tokens=64, keep_attention=False))
+    with TrainingStep(setup) as step:
+        parts = step.run(2048).parts
+    planned = sum(parts.values()) - parts["weights"] - parts["optimizer"]
+    model = type(tiny_model())(config).train()
+    ringtile.stream_layers(model, 64)
+    with Alive(at_least=100) as alive_now:
+        model(**batch_of("plain", 2048, 1), use_cache=False).loss.backward()  # frees other outputs, as the Trainer does
+    assert planned == pytest.approx(alive_now.bytes_peak, rel=0.05)
+
+
+def test_inputs_of_layers_wait_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor a layer leaves, all but two come back, no bit changes, and nothing stays."""
+    monkeypatch.undo()
+    model, batch, transfer = tiny_model(num_hidden_layers=4).train(), batch_of(), LateTransfer()
+    ringtile.stream_layers(model, CHUNK)
+    expected = run(model, batch)
+    patches = offload_activations(model, transfer)
+    found = run(model, batch)
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    nbytes = 2 * TOKENS * SIZES["hidden_size"] * 4
+    assert [entry for entry in transfer.log if entry[0] == "to host"] == [("to host", nbytes)] * 4
+    assert [entry for entry in transfer.log if entry[0] == "to device"] == [("to device", nbytes)] * (4 - ON_DEVICE)
+    assert alive(transfer.hosts) == alive(transfer.devices) == 0
+    transfer.log.clear()
+    patches.restore()
+    run(model, batch)
+    assert transfer.log == []
 
 
 # ---- refused ------------------------------------------------------------------------------------

@@ -53,7 +53,6 @@ def test_equal_to_one_process(cell: Cell) -> None:
     ("config", "arguments", "reason"),
     [
         ({"stream_tokens": 8}, {}, "stream_tokens is 8 but stream is false"),
-        ({**STREAM, "activation_offloading": True}, {}, "stream and activation_offloading are true"),
         (STREAM, {"torch_compile": True}, "stream is true and Trainer uses torch_compile"),
         (STREAM, {"family": "lfm2"}, "is a Lfm2ShortConv, whose state goes on from chunk to chunk"),
     ],

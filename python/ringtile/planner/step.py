@@ -35,7 +35,7 @@ from ringtile.attn.call import AttentionCall
 from ringtile.errors import RefusedError
 from ringtile.first_batch.unchanged import without_checkpoints
 from ringtile.hf import checks
-from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active, checkpoints
+from ringtile.hf.batch import CHECKPOINTING, STREAMED, ShardedBatch, active, checkpoints
 from ringtile.hf.features import recurrent, stream
 from ringtile.hf.features.loss import install_tiled_loss
 from ringtile.hf.features.mlp import install_tiled_mlp
@@ -201,7 +201,7 @@ class TrainingStep:
                 for buffer in self._reference.buffers():
                     self._live.count(buffer, "buffers")
                 self._engine.prepare_reference(self._reference)
-        if setup.ringtile.activation_offloading and setup.gradient_checkpointing:
+        if setup.ringtile.activation_offloading and (setup.gradient_checkpointing or setup.ringtile.stream):
             self._offload = _Offload(self._model, patches)
         if setup.ringtile.context_parallel_size > 1:
             for owner, name, checkpoint in checkpoints(self._model):
@@ -508,7 +508,7 @@ class _Offload:
         self.host_bytes = 0
         self._recent: list[_Hidden] = []
         for module in model.modules():
-            for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
+            for name in ("_gradient_checkpointing_func", "checkpoint_fn", STREAMED):
                 if name in vars(module):
                     patches.set(module, name, self._wrap(getattr(module, name)))
 

@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from transformers import TrainerCallback
 
 from ringtile.errors import ConfigError, RefusedError
-from ringtile.hf.batch import CHECKPOINTING
+from ringtile.hf.batch import CHECKPOINTING, STREAMED
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.patches import Patches
 from ringtile.tiled.offload import ActivationOffload, CudaTransfer, HostCopies
@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 def offload_activations(model: nn.Module, transfer: HostCopies | None = None) -> Patches:
-    """Moves the hidden state (B, N, E) that each checkpointed layer saves to pinned host memory; results do not change.
+    """Moves the hidden state (B, N, E) that each checkpointed or streamed layer saves to pinned host memory.
 
+    Results do not change.
     Call it after turning it on: transformers' `activation_checkpointing_enable` (`gradient_...` up to 5.22),
     reentrant or not, or torch's `checkpoint_wrapper`, which FSDP's `activation_checkpointing` uses. `.restore()` on the
     result undoes it. Tensors on the CPU stay where they are. transfer: how to copy; None: CUDA.
@@ -36,13 +37,16 @@ def _install(model: nn.Module, transfer: HostCopies, patches: Patches) -> None:
     offload = ActivationOffload(transfer)
     wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     layers: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    if not wrappers and not layers:
+    streamed = [module for module in model.modules() if STREAMED in vars(module)]
+    if not wrappers and not layers and not streamed:
         raise RefusedError(
             f"activation_offloading: {type(model).__name__} has no checkpointed layer, and only their inputs move; "
             f"set {CHECKPOINTING}: true (under FSDP, activation_checkpointing: true in fsdp_config)"
         )
     for wrapper in wrappers:
         patches.set(wrapper, "checkpoint_fn", offload.wrap(wrapper.checkpoint_fn))
+    for layer in streamed:
+        patches.set(layer, STREAMED, offload.wrap(getattr(layer, STREAMED)))
     for layer in layers:
         patches.set(layer, "_gradient_checkpointing_func", offload.wrap(layer._gradient_checkpointing_func))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
@@ -27,7 +27,7 @@ from ringtile.attn.attention import ring_attention
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, RefusedError, shown
 from ringtile.hf import attention, checks, temperature
-from ringtile.hf.batch import CHECKPOINTING, active_batch, as_now
+from ringtile.hf.batch import CHECKPOINTING, STREAMED, active_batch, as_now
 from ringtile.hf.drawn_masks import intervals_of
 from ringtile.hf.families import CACHES, MIXERS, UNKNOWN_RECURRENCES, WHOLE_SEQUENCES
 from ringtile.hf.feature import Feature
@@ -106,6 +106,7 @@ def install(base: PreTrainedModel, stream_tokens: int, patches: Patches) -> None
         gather_as_one(layer, patches)
         forward = _StreamedLayer(name, own_forward(name, layer), stream_tokens)
         patches.set(layer, "forward", MethodType(forward, layer))
+        patches.set(layer, STREAMED, _call)
 
 
 def find_layers(base: PreTrainedModel) -> dict[str, nn.Module]:
@@ -163,15 +164,17 @@ class _StreamedLayer(TiledForward):
         batch, sequence = active_batch(), getattr(given.get("attention_mask"), attention.SEQUENCE, None)
         if batch is not None and sequence is None:
             sequence = batch.sequence
+        run: Any = getattr(module, STREAMED)
         how: dict[str, Any] = {
             "one_pass": sequence is None or attends_no_later_chunk(sequence, tokens),
             "inside": as_now(),
         }
         recorded = _active_collector.get()  # type: ignore[no-untyped-call]
         if not recorded:
-            return run_chunks(self.name, module, self._uncheckpointed, x, rest, tokens, **how)
+            return run(lambda x: run_chunks(self.name, module, self._uncheckpointed, x, rest, tokens, **how), x)
         forward = RecordingForward(self._uncheckpointed, [key for key in recorded if not key.startswith("_")])
-        return forward.deliver(run_chunks(self.name, module, forward, x, rest, tokens, **how), recorded)
+        outputs = run(lambda x: run_chunks(self.name, module, forward, x, rest, tokens, **how), x)
+        return forward.deliver(outputs, recorded)
 
     def _uncheckpointed(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward, without its checkpoint: it runs again anyway."""
@@ -196,6 +199,10 @@ class _StreamedLayer(TiledForward):
                 f"{', '.join(sorted(_TOKEN_DIMS))} only, with an entry for each token: {WHOLE}"
             )
         return dim
+
+
+def _call(function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+    return function(hidden)
 
 
 @contextlib.contextmanager
@@ -273,7 +280,7 @@ def _sequence_of(mask: Tensor | None, options: dict[str, Any]) -> ShardedSequenc
 
 
 FEATURE = Feature(
-    frozenset({"forward", "_z3_leaf"}),
+    frozenset({"forward", STREAMED, "_z3_leaf"}),
     lambda run, patches: install_stream(run.trainer, run.base, run.config, patches),
     key="stream",
 )
