@@ -225,6 +225,7 @@ def _stand_ins() -> Iterator[None]:
         mock.patch.object(torch.cuda, "current_stream", return_value=mock.Mock(torch.cuda.Stream)),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=mock.Mock(total_memory=80 * 2**30)),
         mock.patch.object(torch.cuda, "get_rng_state", return_value=torch.get_rng_state()),
         mock.patch.object(torch.cuda, "set_rng_state"),
         mock.patch.object(ops, "why_not_on", return_value=""),
