@@ -28,7 +28,7 @@ class RingtileError(Exception):
 
 
 class InputError(RingtileError, ValueError):
-    """A tensor argument has a wrong shape, dtype, device or stride."""
+    """An argument is wrong: a tensor's shape, dtype, device or stride, a mask, a group, a number; or the thread is."""
 
 
 class MaskNotExpressibleError(RingtileError, ValueError):
@@ -54,7 +54,7 @@ class RingMismatchError(RingtileError, RuntimeError):
 class PeerLostError(RingtileError, RuntimeError):
     """A rank died or stopped responding; the message names the rank, the round and the op.
 
-    rank: that rank, within its group; None if the group had failed before.
+    rank: that rank, within its group (under a Trainer, in the world); None if the group had failed before.
     """
 
     rank: int | None = None

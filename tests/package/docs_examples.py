@@ -289,6 +289,10 @@ def _is_equal(names: Names) -> None:
     assert names["found"].num_modules > 0
 
 
+def _is_ring_of_two(names: Names) -> None:
+    torch.testing.assert_close(names["out"], names["alone"])
+
+
 def _has_logits(names: Names) -> None:
     assert names["logits"].shape == (B, S, VOCAB)
 
@@ -313,6 +317,11 @@ _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "docs/guide/pytorch.md 5": (_heads_first, _has_output),
     "docs/guide/rl.md 1": (_policy, _is_step),
     "docs/guide/tiling.md 0": (_tiles, _has_tiles),
+    "docs/reference/attention.md 0": (lambda: _sequence(S), _is_ring_of_two),
+    "docs/reference/tiled.md 0": (
+        lambda: {"model": tiny_model(), "input_ids": torch.arange(S)[None] % VOCAB},
+        _has_gradients_of_all,
+    ),
 }
 _RUNNERS = {"README.md 0": _run_trainer, "docs/guide/trainer.md 0": _run_trainer}
 _RUNNERS |= {f"docs/guide/qwen3_8b_128k.md {n}": _run_story for n in range(3)}

@@ -6,6 +6,7 @@ import fnmatch
 import functools
 import html
 import importlib.util
+import inspect
 import json
 import pathlib
 import re
@@ -66,6 +67,14 @@ SNIPPETS = {
 
 def test_every_snippet_has_an_example() -> None:
     assert sorted(SNIPPETS) == EXAMPLES
+
+
+def test_every_public_function_has_an_example() -> None:
+    """In a snippet that runs or a session that is compared; what takes DTensors has tests of its own."""
+    elsewhere = {"enable_context_parallel_dispatcher", "disable_context_parallel_dispatcher"}
+    functions = [name for name in ringtile.__all__ if inspect.isfunction(getattr(ringtile, name))]
+    shown = "\n".join(code for page in PAGES for code in blocks(page, "python"))
+    assert {name for name in functions if not re.search(rf"\b{name}\b", shown)} == elsewhere
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -283,6 +292,7 @@ BRITISH = "|".join(
 @pytest.mark.parametrize("page", PAGES)
 def test_prose_is_plain_american_english(page: str) -> None:
     text = re.sub(r"<!-- begin.*?<!-- end -->|`[^`\n]*`|\]\([^)]*\)", "", prose(page), flags=re.DOTALL)
+    text = re.sub(r"(?<!\n)\n(?!\n)", " ", text)  # a paragraph is a line
     for riddle, instead in RIDDLES.items():
         assert not (found := re.search(riddle, text, re.MULTILINE)), f"{found and found[0]}: write {instead}"
     assert not (found := re.search(BRITISH, text, re.IGNORECASE)), found and found[0]

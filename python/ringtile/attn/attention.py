@@ -42,7 +42,7 @@ def ring_attention(
     attention_kernel: AttentionKernel = "auto",
     return_lse: bool = False,
 ) -> Any:
-    """softmax(scale q k^T, masked) v over the whole sequence, where this rank holds the tokens its layout gives it.
+    """Compute softmax(scale q k^T, masked) v over a sequence sharded over ranks: ring attention (arXiv:2310.01889).
 
     - q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv): the local tokens; one dtype of float64, float32, bfloat16,
       float16; unit stride in the last dim, any other strides; H a multiple of G.
@@ -97,9 +97,10 @@ def attention(
     dropout: AttentionDropout | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """`ring_attention` of one rank that holds the whole sequence: the same op, shapes and errors, with N = S.
+    """Compute attention of q (B, S, H, D), k (B, S, G, D), v (B, S, G, Dv) on one rank: `ring_attention` with N = S.
 
-    is_causal, instead of a mask: whether it is causal or full. One of the two is required.
+    Tokens come before heads, unlike in `scaled_dot_product_attention`: where S and H fit both, a swap goes unnoticed.
+    mask, or is_causal (causal, else full): one of the two is required. Other arguments and errors: `ring_attention`.
     """
     if mask is None and is_causal is not None:
         arguments.check_tensor("q", q)

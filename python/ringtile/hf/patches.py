@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 
 class Patches:
-    """A list of replaced attributes, undone in reverse order.
+    """What `ringtile.enable` returns: every attribute it replaced (`entries`); `restore()` puts them back, last first.
 
     An inherited attribute (a method of the class) is deleted from the owner again; an attribute of the owner itself
     is set back to the identical object.

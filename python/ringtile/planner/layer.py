@@ -48,7 +48,7 @@ class RankCost:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one attention layer costs, rank by rank. `str(plan)` is a table."""
+    """Bytes and flops of one attention layer, forward and backward, by rank (`ranks`); `str(plan)` is a table."""
 
     seq_len: int
     ranks: tuple[RankCost, ...]

@@ -78,9 +78,8 @@ def causal_conv1d(
 
     - x (B, N, C): the local tokens. weight (C, W), weight[:, W - 1] for the token itself; W of 2..8. bias (C).
     - activation: "" or "silu".
-    - sequence, or mask, layout and group: as in `ring_attention`, on every rank alike: causal documents, or trees, each
-      of whose paths from a root is one, and runs of neighboring tokens; inside `context_parallel` its own, if none is
-      given.
+    - sequence, or mask, layout and group: as in `ring_attention`, the same on every rank. The mask holds causal
+      documents or trees; the layout has runs of neighboring tokens. Inside `context_parallel` the block has them.
 
     Returns y (B, N, C) of x's dtype, computed in float32 (float64 for float64). Padding, the tokens that do not attend
     themselves, has output and gradient 0. Differentiable once.

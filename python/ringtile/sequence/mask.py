@@ -378,8 +378,7 @@ class IntervalMask:
     def from_bool(cls, attend: Tensor) -> IntervalMask:
         """attend (S, S), (B, S, S) or (B, 1, S, S) bool, [query, key], True = attend. Costs what such a mask costs.
 
-        MaskNotExpressibleError names the first query that would attend a key between those that it attends, from
-        between the queries that attend it.
+        MaskNotExpressibleError names the first query whose keys have a gap that no interval of queries can express.
         """
         arguments.check_tensor("attend", attend)
         shape = tuple(attend.shape)

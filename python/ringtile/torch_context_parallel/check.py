@@ -32,16 +32,17 @@ def check_first_batch(
     scheme: str = "ring",
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Comparison:
-    """Proves that a loss computed inside `context_parallel` is that of one process, module by module; call it once,
+    """Prove that a loss computed inside `context_parallel` is that of one process, module by module; call it once,
     before the first step, on every rank of the mesh.
 
     model: its modules are compared; under DDP, FSDP2 or bare. batch: tensors of the whole sequence, the same on every
     rank, with S tokens in seq_dim: the buffers of `context_parallel`, whose other arguments mesh, layout, mask and
     scheme are. loss(model, batch): runs the model on the batch, which is whole or sharded, and returns a loss ().
-    reduction: what a rank's engine makes of the gradients of all ranks, and so of their losses; DDP and FSDP2 average.
+    reduction: "mean" if the engine averages gradients over the ranks (DDP, FSDP2), "sum" if it adds them.
 
     A cut of some 512 tokens is computed whole, whole with other rounding, and sharded. Nothing changes: no weight, no
-    gradient, no buffer, no generator of random numbers. Returns how far the runs were apart.
+    gradient, no buffer, no generator of random numbers. Returns a `Comparison`: the largest difference over that of
+    rounding, and the number of modules.
     Raises RefusedError, naming the first module or gradient that differs; InputError; what `context_parallel` raises.
     """
     if reduction not in ("mean", "sum"):

@@ -26,10 +26,10 @@ from ringtile.tiled.tiles import check_tile_tokens, tile_limit
 
 
 def tile_norms(model: nn.Module, tile_tokens: int = 16384) -> Patches:
-    """Makes every RMSNorm of the model run in tiles of tile_tokens tokens; `.restore()` on the result undoes it.
+    """Run every RMSNorm of the model in tiles of tile_tokens tokens; `.restore()` on the result undoes it.
 
-    A norm of heads runs in tiles of as many numbers. Each tile runs the module's own forward, once more in the
-    backward. `find_norms` says which modules are RMSNorms.
+    A norm of heads gets tiles of as many elements. Each tile runs the module's own forward, once more in the backward.
+    An RMSNorm is a module whose class name ends so, with one weight for the last dim.
 
     InputError: tile_tokens is below 1. RefusedError: the model has none, or the forward of one was replaced.
     """
