@@ -28,6 +28,7 @@ constexpr int MAX_RUNS = 64;
 struct backward_workspace {
     struct attended_keys *queries; // (rows of the mask, tiles of queries)
     struct position_range *keys;   // (tiles of keys): their positions
+    struct tile_range *live;       // (tiles of keys, rows of the mask): their tiles of queries; NULL: all
     int *semaphores;               // (batch, heads, tiles of queries)
     int *next_ticket;
     int *next_part; // (tiles of keys, batch, kv heads): the part that adds next, if there are several

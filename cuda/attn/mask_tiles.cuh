@@ -36,6 +36,11 @@ struct alignas(16) attended_keys {
     int first_tile;     // of keys, counting run after run
 };
 
+// The first and the last tile of queries that may attend a tile of keys on the mask's first side; last < first: none.
+struct alignas(8) tile_range {
+    int first, last;
+};
+
 // The hull or the intersection of the lanes' intervals.
 RT_DEVICE interval hull_of_lanes(interval of) { return {reduce_min_sync(of.begin), reduce_max_sync(of.end)}; }
 RT_DEVICE interval intersection_of_lanes(interval of) { return {reduce_max_sync(of.begin), reduce_min_sync(of.end)}; }

@@ -56,6 +56,7 @@ inline uintptr_t place_workspace(backward_workspace &at, const rt_attn_params &p
     array_taker from = {begin};
     at.queries = from.take<attended_keys>(num_mask_rows(p) * num_query_tiles);
     at.keys = from.take<position_range>(num_key_tiles);
+    at.live = from.take<tile_range>(num_key_tiles * num_mask_rows(p));
     at.semaphores = from.take<int>(p.batch * p.num_heads * num_query_tiles);
     at.next_ticket = from.take<int>(1);
     at.next_part = from.take<int>(num_key_tiles * p.num_kv_heads * p.batch);
@@ -118,6 +119,20 @@ template <int TILE, int KEYS> RT_KERNEL(32) attn_workspace_kernel(RT_PARAMS attn
     if (lane_index() == 0) st_global(workspace.queries + (int64_t)mask_row * num_ctas_x() + tile, keys);
 }
 
+// Finds, once for all heads, between which tiles of queries the walks of a tile of keys go: with short documents on a
+// long shard, each would look at all others too. On a grid of (tiles of keys, rows of the mask).
+template <int TILE> RT_KERNEL(32) attn_live_tiles_kernel(RT_PARAMS attn_args args) {
+    const backward_workspace &workspace = args.workspace;
+    const int index = cta_index_x(), mask_row = cta_index_y(), count = num_tiles((int)args.p.num_queries, TILE);
+    const attended_keys *queries = workspace.queries + (int64_t)mask_row * count;
+    const position_range keys = ld_global(workspace.keys + index);
+    tile_range live = {INT32_MAX, -1};
+    for (int tile = lane_index(); tile < count; tile += 32)
+        if (may_meet(ld_global(queries + tile).positions, keys)) live = {least(live.first, tile), tile};
+    live = {reduce_min_sync(live.first), reduce_max_sync(live.last)};
+    if (lane_index() == 0) st_global(workspace.live + (int64_t)index * num_ctas_y() + mask_row, live);
+}
+
 template <int TILE, int KEYS> rt_status fill_workspace(attn_args &args, void *stream) {
     const rt_attn_params &p = args.p;
     const int num_query_tiles = num_tiles((int)p.num_queries, TILE);
@@ -125,7 +140,11 @@ template <int TILE, int KEYS> rt_status fill_workspace(attn_args &args, void *st
     const uintptr_t end = place_workspace(args.workspace, p, (uintptr_t)p.workspace, num_query_tiles, key_tiles);
     const rt_status status = fill_mask_tiles<TILE, KEYS == 0 ? TILE : KEYS>(args, (void *)end, stream);
     if (status != RT_OK) return status;
-    return launch(attn_workspace_kernel<TILE, KEYS>, {num_query_tiles, num_mask_rows(p)}, 32, 0, stream, args);
+    if (KEYS == 0 || num_query_tiles == 0) args.workspace.live = nullptr;
+    const int64_t rows = num_mask_rows(p);
+    const rt_status filled = launch(attn_workspace_kernel<TILE, KEYS>, {num_query_tiles, rows}, 32, 0, stream, args);
+    if (filled != RT_OK || args.workspace.live == nullptr) return filled;
+    return launch(attn_live_tiles_kernel<TILE>, {key_tiles, rows}, 32, 0, stream, args);
 }
 
 // ---- the walk ----------------------------------------------------------------------------------
@@ -154,6 +173,7 @@ template <int KEYS, int TILE, int SIDES_OF_MASK = ANY_SIDES> struct query_walk {
     struct storage {
         key_tile keys;
         tile_facts facts;
+        tile_range live; // all tiles, where nobody looked for them
         part_facts part;
         workspace_rows rows;
         position_range warp_positions[KEYS / 16];
@@ -182,6 +202,9 @@ template <int KEYS, int TILE, int SIDES_OF_MASK = ANY_SIDES> struct query_walk {
         st_shared(RT_SHARED(at_keys, keys), keys);
         st_shared(RT_SHARED(at_keys, facts),
                   tile_facts{positions_of_keys<KEYS>(run, keys.first_key), index, first_head});
+        const tile_range *live = args.workspace.live + index * num_mask_rows(p) + mask_row;
+        st_shared(RT_SHARED(at_keys, live),
+                  args.workspace.live == nullptr ? tile_range{0, num_query_tiles() - 1} : ld_global(live));
         st_shared(RT_SHARED(at_keys, part),
                   part_facts{args.workspace.next_part + unit, part, least(most_heads, group - part * most_heads)});
         st_shared(RT_SHARED(at_keys, rows), workspace_rows{args.workspace.queries + mask_row * num_query_tiles(),
@@ -205,7 +228,7 @@ template <int KEYS, int TILE, int SIDES_OF_MASK = ANY_SIDES> struct query_walk {
     RT_DEVICE int head_of(place at) const { return ld_shared(RT_SHARED(facts(), first_head)) + at.head; }
 
     RT_DEVICE bool ended(place at) const { return at.tile == -1; }
-    RT_DEVICE place first() const { return {last_tile(num_query_tiles() - 1), 0}; }
+    RT_DEVICE place first() const { return {last_tile(ld_shared(RT_SHARED(at_keys, live)).last), 0}; }
     RT_DEVICE place after(place at) const {
         return at.head + 1 < part().num_heads ? place{at.tile, at.head + 1} : place{last_tile(at.tile - 1), 0};
     }
@@ -272,9 +295,10 @@ template <int KEYS, int TILE, int SIDES_OF_MASK = ANY_SIDES> struct query_walk {
     }
     // The last attended tile up to `from`; -1 if there is none. previous_to_add of other thread blocks agrees.
     RT_DEVICE int last_tile(int from) const {
-        for (; from >= 0; from -= 32) {
+        const int first = ld_shared(RT_SHARED(at_keys, live)).first;
+        for (; from >= first; from -= 32) {
             const int tile = from - lane_index();
-            const bool live = tile >= 0 &&
+            const bool live = tile >= first &&
                               may_meet(keys_of_queries(tile).positions, ld_shared(RT_SHARED(facts(), positions))) &&
                               is_met_by_keys(index(), tile);
             const int last = reduce_max_sync(live ? tile : -1);

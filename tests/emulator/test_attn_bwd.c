@@ -18,7 +18,35 @@ static void test_missing_workspace_is_refused(void) {
     free_case(&c);
 }
 
+// Words that a backward of 4 heads reads of its workspace, over documents of a tile of queries and of keys.
+static int64_t words_read(int32_t num_documents) {
+    enum { DOCUMENT = 64, HEADS = 4, DIM = 16 };
+    const int32_t n = num_documents * DOCUMENT;
+    uint64_t state = 7;
+    attn_case c = new_case(&state, (attn_shape){RT_BF16, 1, n, n, HEADS, HEADS, DIM, DIM, false}, MASK_EMPTY, 1);
+    for (int32_t i = 0; i < n; i++) c.begin[i] = i / DOCUMENT * DOCUMENT, c.end[i] = c.begin[i] + DOCUMENT;
+    fill(&c.x[LSE], 5);
+    fill(&c.x[DELTA], 0);
+    c.p.workspace_bytes = rt_cuda_attn_bwd_workspace_bytes(&c.p);
+    char *const workspace = aligned_alloc(64, (size_t)(c.p.workspace_bytes + 63) / 64 * 64);
+    c.p.workspace = workspace;
+    lend_case(&c, 0, n);
+    emulator_lend(workspace, c.p.workspace_bytes, true);
+    CHECK_STATUS(rt_cuda_attn_bwd(&c.p, NULL), RT_OK);
+    const int64_t words = emulator_reads(workspace);
+    free(workspace);
+    free_case(&c);
+    return words;
+}
+
+// A walk stays in its document: only once for a tile of keys, not by each head and warp, are all tiles of queries
+// looked at, four words each. The rest grows with the number of documents.
+static void test_walks_stay_in_their_documents(void) {
+    CHECK(words_read(64) - 2 * words_read(32) <= 4 * (64 * 64 - 2 * 32 * 32));
+}
+
 int main(void) {
+    test_walks_stay_in_their_documents();
     test_random_problems_agree_with_the_reference();
     test_missing_workspace_is_refused();
     check_fresh_outputs_of_nothing(BACKWARD);
