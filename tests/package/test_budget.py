@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".c", ".h", ".cpp", ".cu", ".cuh"}
 CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folders
     "benchmarks": (15, 2510),
-    "csrc": (84, 8820),
+    "csrc": (84, 8830),
     "cuda": (45, 4660),
     "python/ringtile": (18, 2561),
     "python/ringtile/attn": (11, 2223),
@@ -41,7 +41,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/package": (8, 1850),
     "tests/planner": (4, 1010),
     "tests/recurrent": (8, 2240),
-    "tests/sequence": (8, 1700),
+    "tests/sequence": (8, 1710),
     "tests/stream": (2, 487),
     "tests/tiled": (8, 2235),
     "tests/tools": (2, 290),
