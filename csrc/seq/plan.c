@@ -180,6 +180,12 @@ static const rt_run *run_at(const rt_run *runs, int64_t num_runs, int64_t local_
     return &runs[guess];
 }
 
+// Whether a key, of a run of this stride, is the one after `piece`, which may be empty.
+static bool continues(const rt_run *piece, int64_t stride, int64_t local, int64_t global) {
+    return piece->length > 0 && piece->stride == stride && piece->local_begin + piece->length == local &&
+           global - piece->global_begin == piece->length * piece->stride; // cannot overflow
+}
+
 // Append the keys of key_rank that are attended, as the fewest possible runs in local order, and return the pairs.
 static int64_t append_needed(const parts *x, int64_t key_rank, const int32_t *below, run_list *list,
                              rt_transfer *keys) {
@@ -201,10 +207,7 @@ static int64_t append_needed(const parts *x, int64_t key_rank, const int32_t *be
                 local++, g += stride;
                 continue;
             }
-            const bool continues = piece.length > 0 && piece.stride == run->stride &&
-                                   piece.local_begin + piece.length == local &&
-                                   g - piece.global_begin == piece.length * piece.stride; // cannot overflow
-            if (!continues) {
+            if (!continues(&piece, run->stride, local, g)) {
                 if (piece.length > 0) append(list, piece);
                 piece = (rt_run){.global_begin = g, .stride = run->stride, .local_begin = local};
             }
@@ -230,20 +233,26 @@ static void to_rows(rt_run *runs, const rt_transfer *keys) {
 
 // From the runs that append_needed found of one owner or all: `block`, the runs of the round, in the order of positions
 // if there is a table; and in place of those found, their rows in the block, and in the message of their owner.
+// Return how many runs the block has: those of several owners may continue each other.
 //   table (S + 1) scratch, or NULL: the order in which they were found
-static void lay_block(rt_run *found, int64_t num_runs, rt_run *block, int32_t *table, int64_t seq_len) {
+static int64_t lay_block(rt_run *found, int64_t num_runs, rt_run *block, int32_t *table, int64_t seq_len) {
     if (table != NULL) {
         memset(table, 0, (size_t)(seq_len + 1) * sizeof(*table));
         for (int64_t r = 0; r < num_runs; r++) table[found[r].global_begin] = (int32_t)r + 1;
     }
-    int64_t row = 0, placed = 0;
+    int64_t row = 0, placed = 0, count = 0;
     for (int64_t at = 0; placed < num_runs; at++) {
         const int64_t r = table == NULL ? at : table[at] - (int64_t)1;
         if (r < 0) continue;
-        block[placed++] = (rt_run){found[r].global_begin, found[r].stride, row, found[r].length};
-        found[r].global_begin = row, found[r].stride = 1;
-        row += found[r].length;
+        rt_run *const run = &found[r];
+        if (count > 0 && continues(&block[count - 1], run->stride, row, run->global_begin))
+            block[count - 1].length += run->length;
+        else
+            block[count++] = (rt_run){run->global_begin, run->stride, row, run->length};
+        run->global_begin = row, run->stride = 1;
+        row += run->length, placed++;
     }
+    return count;
 }
 
 // Returns whether the rows of the block, or of k, are those of the message, which are written here.
@@ -305,10 +314,10 @@ rt_status rt_plan_rank(const rt_plan_params *p, int64_t rank, bool at_once, rt_r
         const int64_t found = plan->incoming[i].first_run;
         round->first_run = round->in_place ? found : list.count;
         if (round->in_place) continue;
+        if (list.count + round->num_runs <= list.capacity && round->num_runs > 0)
+            round->num_runs = lay_block(list.runs + found, round->num_runs, list.runs + round->first_run,
+                                        at_once ? x.below : NULL, p->seq_len);
         list.count += round->num_runs;
-        if (list.count <= list.capacity && round->num_runs > 0)
-            lay_block(list.runs + found, round->num_runs, list.runs + round->first_run, at_once ? x.below : NULL,
-                      p->seq_len);
     }
     plan->num_runs = list.count;
     if (list.count > list.capacity) return RT_CAPACITY;

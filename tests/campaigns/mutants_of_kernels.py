@@ -251,8 +251,8 @@ MUTANTS = [
     Mutant(
         "plan: received keys at the rows of their owner",
         "csrc/seq/plan.c",
-        "block[placed++] = (rt_run){found[r].global_begin, found[r].stride, row, found[r].length};",
-        "block[placed++] = (rt_run){found[r].global_begin, found[r].stride, found[r].local_begin, found[r].length};",
+        "block[count++] = (rt_run){run->global_begin, run->stride, row, run->length};",
+        "block[count++] = (rt_run){run->global_begin, run->stride, run->local_begin, run->length};",
         "c test_plan",
     ),
     Mutant(

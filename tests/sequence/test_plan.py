@@ -40,6 +40,14 @@ def num_pairs(mask: IntervalMask, layout: Layout, query_rank: int, key_rank: int
     return int(attends.sum())
 
 
+@pytest.mark.parametrize("layout", [Layout.zigzag(64, 8), Layout.contiguous(64, 8), Layout.striped(64, 8)])
+def test_runs_of_several_ranks_that_continue_each_other_are_one(layout: Layout) -> None:
+    """A GPU's kernel takes few runs in a launch, and reads the keys of a run faster than those of many."""
+    (round,) = rank_plan(IntervalMask.full(64), layout, 3, at_once=True).rounds
+    is_striped = layout.runs(3)[0].stride > 1
+    assert round.k_runs.tolist() == ([[r, 8, 8 * r, 8] for r in range(8)] if is_striped else [[0, 1, 0, 64]])
+
+
 @given(problems(), st.booleans())
 def test_rounds_move_exactly_the_keys_that_are_needed(problem: tuple[IntervalMask, Layout], at_once: bool) -> None:
     """Every rank packs its rows with the runs of outgoing; what arrives are the positions that k_runs names."""
