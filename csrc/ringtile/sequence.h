@@ -109,7 +109,7 @@ typedef struct rt_rank_plan {
     rt_transfer *outgoing; // (W)
     rt_run *runs;          // (capacity), may be NULL if that is 0
     int64_t capacity;
-    int64_t num_runs; // written: the full count, even with RT_CAPACITY
+    int64_t num_runs; // written: the count; with RT_CAPACITY, how many are enough
 } rt_rank_plan;
 
 // What `rank` does in each round. Round i: it works on the keys of rank (rank - i) mod W; at once, on those of all
