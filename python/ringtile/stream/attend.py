@@ -84,8 +84,8 @@ _running: contextvars.ContextVar[Chunk | None] = contextvars.ContextVar("running
 
 
 def running_chunk() -> Chunk | None:
-    """The chunk on which a layer runs now, in this thread."""
-    return _running.get()
+    """The chunk on which a layer runs now, in this thread. Never in a compiled model: to ask would break its graph."""
+    return None if torch.compiler.is_compiling() else _running.get()
 
 
 # ---- one pass: no query attends a later chunk ---------------------------------------------------
