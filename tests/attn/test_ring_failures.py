@@ -348,7 +348,7 @@ def test_stopped_rank_is_named_by_all_after_the_timeout_of_the_group(fresh_pool:
 def failing_kernel() -> str:
     """The last rank's kernel fails in round 0: a defect, or no memory left. No other must wait for its keys."""
 
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
         raise MemoryError("no memory left")
 
     loss = USUAL.forward(dist.group.WORLD).sum()  # its self-test runs the backward too

@@ -7,7 +7,7 @@ import pytest
 import ringtile
 import torch
 from hf_models import tiny_encoder, tiny_model
-from ringtile.hf import attention, layers, model, packing
+from ringtile.hf import attention, layers, model, packing, positions
 from ringtile.hf.batch import active, active_batch, forget_checkpoints, keep_in_checkpoints
 from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.patches import Patches
@@ -52,7 +52,7 @@ def _ring_logits(switched, batch, world_size=2, layout="zigzag"):
     def run(group):
         own = copy.deepcopy(switched)  # a rank of its own: rotary embeddings remember the longest sequence
         local, sharded = shard_batch(batch, Reading(positions_separate=separate), layout=layout, group=group)
-        model.pin_rope_length(own, Patches())
+        positions.pin_rope_length(own, Patches())
         with torch.no_grad(), active(sharded):
             return sharded.unshard(own(**local).logits)
 

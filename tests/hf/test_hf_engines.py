@@ -201,8 +201,9 @@ def test_messages_over_nccl_are_on_streams_of_high_priority(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
-    monkeypatch.setattr(ContextParallelGroup, "sum", lambda self, value: value)
-    monkeypatch.setattr(torch, "zeros", lambda *size, device: None)
+    monkeypatch.setattr(group, "memory_bytes", lambda of: 2**30)
+    monkeypatch.setattr(torch, "tensor", lambda value, device: value)
+    monkeypatch.setattr(dist, "all_reduce", lambda *tensors, **options: None)
     assert ContextParallelGroup(2, 20.0, torch.device(device)).process_group is made[1][3]
     timeout = datetime.timedelta(seconds=20)
     assert [call[:2] for call in made] == [([0, 1], timeout), ([2, 3], timeout)]

@@ -54,10 +54,9 @@ def check_loss(model: PreTrainedModel) -> None:
 
 def loss_of_its_own(model: PreTrainedModel) -> RefusedError:
     return RefusedError(
-        f"{type(model).__name__} does not hand shift_labels to self.loss_function(..., **kwargs), as it was at "
-        f"ringtile.enable; expected it to: it would shift the labels again, within each shard. Give the Trainer a "
-        f"compute_loss_func, which gets the logits and labels of full sequences, and set a loss of your own before "
-        f"ringtile.enable"
+        f"{type(model).__name__} does not hand shift_labels to self.loss_function(..., **kwargs); expected it to: it "
+        f"would shift the labels again, within each shard. Give the Trainer a compute_loss_func, which gets the logits "
+        f"and labels of full sequences, before ringtile.enable"
     )
 
 
