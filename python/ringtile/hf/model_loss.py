@@ -56,7 +56,7 @@ def loss_of_its_own(model: PreTrainedModel) -> RefusedError:
     return RefusedError(
         f"{type(model).__name__} does not hand shift_labels to self.loss_function(..., **kwargs); expected it to: it "
         f"would shift the labels again, within each shard. Give the Trainer a compute_loss_func, which gets the logits "
-        f"and labels of full sequences, before ringtile.enable"
+        f"and labels of full sequences, and set a loss of your own before ringtile.enable"
     )
 
 
