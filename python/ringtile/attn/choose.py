@@ -330,7 +330,7 @@ def _size_class(call: AttentionCall, block: Block, kind: object, states: tuple[T
     return sequence.ring.ranks, kind, q.dtype, sizes, len(states)
 
 
-def _agrees(call: AttentionCall, q: Tensor) -> bool:
+def agrees(call: AttentionCall, q: Tensor) -> bool:
     """Return whether several backends may be asked, and ranks that wait for each other; the same on all of these."""
     several = q.is_cuda and call.attention_kernel != "ringtile" and len(call.sequence.ring.ranks) > 1
     return several and not torch.are_deterministic_algorithms_enabled() and not _captures(q)
@@ -341,11 +341,9 @@ def _settle(
 ) -> None:
     """Rank the backends by the seconds of the slowest rank: once, a collective of the ranks of a ring.
 
-    Comes before all messages of a call, so that all ranks post these in one order. A rank that cannot measure, because
-    the keys of its first block are not its own, or memory is short, says nothing.
+    Asked only where `agrees`, before all messages of a call, so that all ranks post these in one order. A rank that
+    cannot measure, because the keys of its first block are not its own, or memory is short, says nothing.
     """
-    if not _agrees(call, block.q):
-        return
     transport, kind = call.sequence.transport, _kind(call, block.q, takes_dlse)
     ranked, key = _ranked.setdefault(transport, {}), _size_class(call, block, kind, states)
     if key in ranked:

@@ -38,7 +38,8 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         lse.copy_(call.sinks[None, :, None])
     rounded: Tensor | None = None
     rounds = call.sequence.rounds_on(q.device)
-    choose.forward(call, rounds[0], q, k, v, Running(out, lse, fresh=call.sinks is None), settles=True)
+    if choose.agrees(call, q):
+        choose.forward(call, rounds[0], q, k, v, Running(out, lse, fresh=call.sinks is None), settles=True)
     for round, block_k, block_v in Keys(k, v, call.sequence, rounds).blocks():
         if round is rounds[-1] and out.dtype != q.dtype:
             rounded = torch.empty_like(out, dtype=q.dtype)
@@ -63,7 +64,8 @@ def backward(
     if rounds_keys and fresh and len(rounds) == 1 and state != k.dtype:
         rounded = k.new_empty(k.shape), v.new_empty(v.shape)
     dq = q.new_zeros(q.shape, dtype=state)
-    choose.backward(call, rounds[0], q, k, v, final, Gradients(dq, dk, dv, fresh=fresh), settles=True)
+    if choose.agrees(call, q):
+        choose.backward(call, rounds[0], q, k, v, final, Gradients(dq, dk, dv, fresh=fresh), settles=True)
     add_returned: Callable[[Tensor, Tensor], None] | None = None
     for round, block_k, block_v in keys.blocks():
         planned = round.planned
