@@ -43,7 +43,7 @@ CHOICES: dict[str, tuple[type, str]] = {
     "head_dim": (int, "attention, ring, scan: numbers of a head"),
     "num_heads": (int, "attention, ring: query heads; scan: heads"),
     "num_kv_heads": (int, "attention, ring: key and value heads; scan: those of q and k"),
-    "world_size": (int, "ring, transport: ranks"),
+    "world_size": (int, "ring: ranks"),
     "scheme": (str, "ring: ring, all_gather, ulysses, usp:M, of the backend ringtile"),
     "device": (str, "cpu, cuda"),
     "hidden_size": (int, "mlp, loss: width of a token"),
