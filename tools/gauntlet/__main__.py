@@ -76,7 +76,7 @@ def _of(one: Backend, cases: list[str]) -> list[dict[str, Any]]:
 # ---- the page -----------------------------------------------------------------------------------
 
 
-WORDS = 120  # characters of a message that a cell quotes
+WORDS = 80  # characters of a message that a cell quotes
 
 
 def page(rows: list[dict[str, Any]]) -> str:
@@ -115,10 +115,11 @@ def page(rows: list[dict[str, Any]]) -> str:
         of: dict[tuple[str, str], list[str]] = {}
         for row in rows:
             if row["backend"] == name and row["verdict"] not in ("exact", "not offered"):
-                # How far attention is off is in the table above.
-                words = row["words"] if row["trains"] else row["documented"] or row["words"]
+                if row["verdict"] == "wrong" and not (row["trains"] or row["documented"]):
+                    continue  # how far it is off is in the table above
+                quoted = "" if row["trains"] else row["documented"]  # whole: a quotation
                 where = f"{row['case']} (training)" if row["trains"] else row["case"]
-                of.setdefault((row["verdict"], _plain(words)), []).append(where)
+                of.setdefault((row["verdict"], quoted or _plain(row["words"])), []).append(where)
         lines += [f"| `{name}` | {', '.join(its)} | {kind}: {words} |" for (kind, words), its in of.items()]
     return "\n".join([*lines, ""])
 

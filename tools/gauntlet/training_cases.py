@@ -300,6 +300,7 @@ def compare(results: list[dict[str, Any]], expected: dict[str, Any]) -> dict[str
         found = differences(result, expected)
         of_eval = max_rel_diff([result["eval_loss"]], [expected["eval_loss"]]) if expected["eval_loss"] else 0.0
         if not equal(found) or not of_eval <= LIMITS["losses"]:
-            words = ", ".join(f"{name} by {difference:.1e}" for name, difference in found.items())
-            return {"verdict": "wrong", "words": f"{words}, eval loss by {of_eval:.1e}"}
+            off = found | ({"eval loss": of_eval} if of_eval else {})
+            words = ", ".join(f"{name} by {difference:.1e}" for name, difference in off.items())
+            return {"verdict": "wrong", "words": words}
     return {"verdict": "exact", "words": ""}
