@@ -160,20 +160,22 @@ def try_row(number: int, wheel: pathlib.Path, folder: pathlib.Path, releases: Se
 
 
 def table(folder: pathlib.Path) -> str:
-    """All rows, as Markdown; those without a result in `folder` are "not tried"."""
+    """All rows, as Markdown; those without a result in `folder` are "not tried". Rows that differ in torch are one."""
     names = {"trl": "TRL", "peft": "PEFT", "deepspeed": "DeepSpeed", "python": "Python"}
     columns = ("python", *PACKAGES)
     lines = [f"| {' | '.join(names.get(name, name) for name in columns)} | beside it | result | date |"]
     lines.append(f"|{' --- |' * (len(columns) + 3)}")
+    torches: dict[tuple[str, ...], list[str]] = {}  # by all other cells
     for number, row in enumerate(ROWS):
         file = folder / f"row-{number}.json"
         untried = {"versions": {"python": row.python, "torch": row.torch}, "verdict": "not tried", "date": ""}
         result = json.loads(file.read_text()) if file.exists() else untried
         beside = [other for other in row.others if re.split("[<=]", other)[0] not in (*PACKAGES, *RUNNER)]
         beside += ["oldest versions"] * row.oldest
-        cells = [result["versions"].get(name, "") for name in columns]
+        python, torch, *cells = [result["versions"].get(name, "") for name in columns]
         cells += [", ".join(beside), result["verdict"].replace("|", "\\|"), result["date"]]
-        lines.append(f"| {' | '.join(cells)} |")
+        torches.setdefault((python, *cells), []).append(torch)
+    lines += [f"| {' | '.join([cells[0], ', '.join(torch), *cells[1:]])} |" for cells, torch in torches.items()]
     return "\n".join(lines) + "\n"
 
 
