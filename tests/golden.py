@@ -150,10 +150,10 @@ def results(call: Call) -> list[dict[str, Any]]:
     messages = [0] * call["world_size"]
     start, lock = LoopbackTransport._start, threading.Lock()
 
-    def counted(self: LoopbackTransport, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Any:
+    def counted(self: LoopbackTransport, tensor: Tensor, peer: int, *, outgoing: bool) -> Any:
         with lock:
             messages[self.rank] += outgoing
-        return start(self, tensor, peer, tag, outgoing=outgoing)
+        return start(self, tensor, peer, outgoing=outgoing)
 
     def on_rank(group: LoopbackGroup) -> dict[str, Any]:
         rank = group.transport.rank

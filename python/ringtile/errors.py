@@ -48,7 +48,12 @@ class RefusedError(RingtileError, NotImplementedError):
 
 
 class RingMismatchError(RingtileError, RuntimeError):
-    """Two ranks of a group disagree; the message names the field, both values and both ranks."""
+    """Two ranks of a group disagree; the message names the field, both values and both ranks.
+
+    breaks_group: a rank has gone on with the call, as on a GPU, and later calls of the group raise this error too.
+    """
+
+    breaks_group = False
 
 
 class PeerLostError(RingtileError, RuntimeError):

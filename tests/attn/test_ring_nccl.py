@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import queue
 import time
@@ -26,34 +27,37 @@ from ringtile import (
     ShardedSequence,
     ring_attention,
 )
-from ringtile.transport import groups, process_group, sockets
-from ringtile.transport.groups import transport_of
+from ringtile.transport import groups, sockets
+from ringtile.transport.agreement import HeaderValue
+from ringtile.transport.groups import ProcessGroupTransport, transport_of
 from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
-from ringtile.transport.process_group import ProcessGroupTransport
-from ringtile.transport.transport import Exchange
+from ringtile.transport.transport import Messages, Works
 from test_transport import pass_on
-
-Tensors = Mapping[int, torch.Tensor]
 
 # ---- headers in the store, messages in batches -----------------------------------------------
 
 
 class AsOverNccl(ProcessGroupTransport):
-    """Sends payloads as CUDA tensors are sent."""
+    """Takes all payloads for CUDA tensors."""
+
+    def agree(
+        self, op: str, fields: Mapping[str, HeaderValue], device: torch.device | str | None = None, **options: int
+    ) -> contextlib.AbstractContextManager[None]:
+        return super().agree(op, fields, "cuda", **options)
 
     def check_device(self, device: torch.device) -> None:
         pass
 
-    def _post(self, sends: Tensors, receives: Tensors, tag: int, what: str) -> Exchange:
-        return self._post_batch(sends, receives, what)
+    def _open(self, device: torch.device) -> None:
+        pass
 
-    def _host_runs_ahead(self, device: torch.device) -> bool:
-        return True
+    def _post(self, messages: Messages, what: str) -> Works:
+        return self._post_batch(messages, what)
 
 
 def as_over_nccl(group: dist.ProcessGroup) -> ProcessGroupTransport:
     """Gives a gloo group the transport that a group gets whose backend carries no CPU tensors."""
-    with patch.object(process_group, "backend_name", lambda group, device_type: None):
+    with patch.object(groups, "backend_name", lambda group, device_type: None):
         groups._transports[group] = made = AsOverNccl(group)
     return made
 
@@ -171,7 +175,7 @@ def refused_over_nccl_alone() -> list[str]:
     with pytest.raises((ValueError, PeerLostError)) as caught:
         call_until_told()
     said.append(str(caught.value))
-    with patch.object(process_group, "backend_name", lambda group, device_type: None):
+    with patch.object(groups, "backend_name", lambda group, device_type: None):
         plain = ProcessGroupTransport(second)
     with pytest.raises(InputError) as refused, plain.agree("test", {}, "cpu"):
         pass
@@ -223,9 +227,9 @@ class OneAfterTheOther:
     def box(self, *key: str | int) -> queue.Queue[torch.Tensor]:
         return self.boxes.setdefault(key, queue.Queue())  # a defaultdict gives two threads two boxes
 
-    def post(self, of: LoopbackTransport, sends: Tensors, receives: Tensors, what: str) -> Exchange:
-        sends = {peer: x.clone() for peer, x in sends.items() if x.numel()}
-        receives = {peer: x for peer, x in receives.items() if x.numel()}
+    def post(self, of: LoopbackTransport, messages: Messages) -> Works:
+        sends = {peer: x.clone() for peer, x, outgoing in messages if outgoing}
+        receives = {peer: x for peer, x, outgoing in messages if not outgoing}
 
         def run() -> None:
             for peer, x in sends.items():
@@ -237,7 +241,7 @@ class OneAfterTheOther:
                 self.box("received", peer, of.rank).get(timeout=10)
 
         batch = SimpleNamespace(wait=self.ranks[of].submit(run).result)
-        return Exchange([((of.rank,), batch)] if sends or receives else [], [], of, what)
+        return [((of.rank,), batch)] if messages else []
 
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(5, marks=pytest.mark.long)])
@@ -250,8 +254,8 @@ def test_ring_over_batches_in_order_does_not_wait_for_ever(
     expected = [run_ring(p, MASKS[mask], layout) for layout in layouts]
     nccl = OneAfterTheOther()
 
-    def in_order(of: LoopbackTransport, sends: Tensors, receives: Tensors, tag: int, what: str) -> Exchange:
-        return nccl.post(of, sends, receives, what)
+    def in_order(of: LoopbackTransport, messages: Messages, what: str) -> Works:
+        return nccl.post(of, messages)
 
     monkeypatch.setattr(LoopbackTransport, "_post", in_order)
     for layout, right in zip(layouts, expected, strict=True):

@@ -58,7 +58,7 @@ MUTANTS = [
     ),
     Mutant(
         "transport: messages of gloo lose their tensors after a mismatch",
-        "python/ringtile/transport/process_group.py",
+        "python/ringtile/transport/groups.py",
         "self._never_waited_for += [",
         "_ = [",
         "tests/transport/test_tree.py -k gloo",

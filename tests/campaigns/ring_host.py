@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from ringtile import IntervalMask, Layout, ShardedSequence, ring_attention, self_test
 from ringtile.attn import aten, choose
-from ringtile.transport import groups, process_group
-from ringtile.transport.process_group import ProcessGroupTransport
-from ringtile.transport.transport import Exchange
-from torch import Tensor
+from ringtile.transport import groups
+from ringtile.transport.groups import ProcessGroupTransport
+from ringtile.transport.transport import Messages, Works
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 WORLD_SIZES = (1, 4, 8)
@@ -31,8 +29,8 @@ WORLD_SIZES = (1, 4, 8)
 class Alone(ProcessGroupTransport):
     """A rank that believes its group to be over NCCL, and its peers to agree."""
 
-    def _post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, what: str) -> Exchange:
-        return self._post_batch(sends, receives, what)
+    def _post(self, messages: Messages, what: str) -> Works:
+        return self._post_batch(messages, what)
 
     def _send_header(self, op: str, header: bytes, **options: bool) -> None:
         pass
@@ -41,7 +39,7 @@ class Alone(ProcessGroupTransport):
 def seconds(world_size: int, calls: int) -> tuple[float, float]:
     """Return the CPU time of a call, forward and backward: the tenth percentile, as the machine has other work."""
     group = dist.new_group(range(world_size))
-    with patch.object(process_group, "backend_name", lambda group, device_type: "nccl"):
+    with patch.object(groups, "backend_name", lambda group, device_type: "nccl"):
         groups._transports[group] = Alone(group)
     seq_len = 2 * world_size
     sequence = ShardedSequence(IntervalMask.full(seq_len), Layout.zigzag(seq_len, world_size), group)

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from ringtile import ops, self_test
 from ringtile.recurrent.functions import PUBLIC
-from ringtile.transport import process_group
+from ringtile.transport import groups
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -230,8 +230,8 @@ def _stand_ins() -> Iterator[None]:
         mock.patch.object(torch.cuda, "set_rng_state"),
         mock.patch.object(ops, "why_not_on", return_value=""),
         mock.patch.object(self_test, "why_not", return_value=""),  # kernels of a GPU, which is not there
-        mock.patch.object(process_group, "backend_name", lambda g, d: "nccl" if d == "cuda" else None),
-        mock.patch.object(process_group, "_coalesces", return_value=False),
+        mock.patch.object(groups, "backend_name", lambda g, d: "nccl" if d == "cuda" else None),
+        mock.patch.object(groups, "_coalesces", return_value=False),
         mock.patch("ringtile.attn.attention.is_plain", return_value=True),  # as without a mode that looks on
         mock.patch("ringtile.tiled.glu.Tensor", OnGpu),  # the type of a weight on a GPU
     ):

@@ -21,7 +21,7 @@ from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.patches import Patches
 from ringtile.hf.peers import Peers, of_a_collective
 from ringtile.transport import groups
-from ringtile.transport.process_group import ProcessGroupTransport
+from ringtile.transport.groups import ProcessGroupTransport
 from torch.distributed import distributed_c10d
 from transformers import TrainerCallback
 

@@ -15,7 +15,8 @@ from pool import run_program
 from ringtile import IntervalMask, context_parallel
 from ringtile.attn.attention import RingAttention
 from ringtile.transport import groups
-from ringtile.transport.process_group import ProcessGroupTransport
+from ringtile.transport.groups import ProcessGroupTransport
+from ringtile.transport.transport import Messages, Works
 from test_examples import example
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -26,10 +27,11 @@ DP, CP, RANK = 8, 64, 3
 class _SilentPeers(ProcessGroupTransport):
     """Nobody is there to agree with, and what arrives is zeros."""
 
-    def _post(self, sends: Any, receives: Any, tag: int, what: str) -> Any:
-        for x in receives.values():
-            x.zero_()
-        return super()._post(sends, receives, tag, what)
+    def _post(self, messages: Messages, what: str) -> Works:
+        for _, x, outgoing in messages:
+            if not outgoing:
+                x.zero_()
+        return super()._post(messages, what)
 
     def _send_header(self, op: str, header: bytes, **options: bool) -> None:
         pass

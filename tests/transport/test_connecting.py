@@ -17,9 +17,8 @@ import pytest
 import torch.distributed as dist
 from ringtile import RingMismatchError
 from ringtile.transport import agreement, sockets
-from ringtile.transport import store as transport_store
 from ringtile.transport.agreement import HEADER_BYTES
-from ringtile.transport.store import Meeting
+from ringtile.transport.sockets import Meeting
 
 
 def all_meet(world_size: int, function: Callable[[Meeting], Any], seconds: float = 40.0) -> list[Any]:
@@ -127,7 +126,7 @@ def test_a_rank_without_descriptors_is_named_by_all(monkeypatch: pytest.MonkeyPa
 
 def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr(transport_store, "HEADER_VERSION", 0)
+    monkeypatch.setattr(sockets, "HEADER_VERSION", 0)
     with pytest.raises(agreement.PeerGoneError):
         Meeting(store, 1, 2, 0.01)
     monkeypatch.undo()

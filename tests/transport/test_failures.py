@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ringtile.transport import sockets
 from ringtile.transport.agreement import PeerGoneError
 from ringtile.transport.failures import MAX_NEIGHBOURS, Loss, SocketFailureDetector, neighbours
-from ringtile.transport.store import Meeting
+from ringtile.transport.sockets import Meeting
 
 W = 1024
 HOP_SECONDS = 0.05  # at most, from one rank's thread to another's: a busy host

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from pool import Pool, run_ranks
 from ringtile import InputError, IntervalMask, Layout, PeerLostError, ShardedSequence
 from ringtile.transport import shared_memory
-from ringtile.transport.groups import transport_of
-from ringtile.transport.process_group import ProcessGroupTransport
+from ringtile.transport.groups import ProcessGroupTransport, transport_of
 from ringtile.transport.shared_memory import VARIABLE, make_segment
 from test_ring_failures import USUAL
 

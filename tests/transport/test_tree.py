@@ -64,9 +64,12 @@ class World:
         self.look(rank)
 
     def look(self, rank: int) -> None:
-        mismatch = self.headers[rank].compare(wait=False)
-        if mismatch is not None or not self.headers[rank]._open:
-            self.outcome.setdefault(rank, (self.now, mismatch.text if mismatch else ""))
+        try:
+            self.headers[rank].compare(wait=False)
+        except RingMismatchError as error:
+            self.outcome.setdefault(rank, (self.now, str(error)))
+        if not self.headers[rank]._open:
+            self.outcome.setdefault(rank, (self.now, ""))
 
 
 class Channel:

@@ -18,7 +18,7 @@ from ringtile.checksum import checksum
 from ringtile.errors import ConfigError, InputError, RingMismatchError
 from ringtile.hf.masks import read
 from ringtile.peak_memory import memory_bytes
-from ringtile.transport.process_group import backend_name
+from ringtile.transport.groups import backend_name
 
 
 def parallelism_of(accelerator: Accelerator) -> Any:

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from ringtile.errors import PeerLostError, with_kind
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.patches import Patches
-from ringtile.transport.failures import FailureDetector, Loss
+from ringtile.transport.failures import Loss
 from ringtile.transport.groups import transport_of
 from ringtile.transport.transport import Transport, reason_of
 
@@ -45,7 +45,7 @@ class Peers:
         self._leaving = threading.Timer(0.0, lambda: None)  # once this rank has raised
         world = transport_of(distributed_c10d._get_default_group())
         with world.agree("enable()", {}):  # connects the ranks
-            self._detector = world.detector or FailureDetector(self.rank, 1, ())
+            self._detector = world.detector
         self._detector.period += 1  # what was said under another Trainer counts no more
         me = weakref.ref(self)
 

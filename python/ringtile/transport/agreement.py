@@ -28,12 +28,12 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from ringtile.errors import InputError
+from ringtile.errors import InputError, RingMismatchError
 
 if TYPE_CHECKING:
-    from ringtile.transport.transport import Channel
+    from ringtile.transport.sockets import SocketChannel
 
 HEADER_VERSION = 1
 HEADER_BYTES = 1024
@@ -93,13 +93,6 @@ class PeerGoneError(RuntimeError):
         self.reason = reason
 
 
-class Mismatch(NamedTuple):
-    """A difference between this rank's header and a peer's. ran_ahead: a rank has gone on with that call regardless."""
-
-    text: str
-    ran_ahead: bool
-
-
 def tree_neighbours(rank: int, world_size: int) -> list[int]:
     """Return the neighbours of a rank, at most three, in a tree of all ranks: two binary trees with joined roots."""
     up = rank // 2 - 1 if rank > 1 else 1 - rank
@@ -124,12 +117,11 @@ class _Sent:
 class Headers:
     """One rank's headers of all calls of a group. channel: to its neighbours in the tree."""
 
-    def __init__(self, rank: int, world_size: int, channel: Channel) -> None:
+    def __init__(self, rank: int, world_size: int, channel: SocketChannel) -> None:
         self._rank = rank
         self._channel = channel
         self._neighbours = tree_neighbours(rank, world_size)
         self._open: collections.deque[_Sent] = collections.deque()  # whose headers are not all compared, oldest first
-        self._mismatch: Mismatch | None = None  # of a call that a rank has gone on with
 
     def send(self, op: str, call: int, text: bytes, *, runs_ahead: bool = False, refused: bool = False) -> None:
         sent = _Sent(op, call, text, runs_ahead, refused)
@@ -157,19 +149,22 @@ class Headers:
         sent.told.update(untold)
         self._channel.send(text + _END.pack(rank, _DIFFERS), untold)
 
-    def compare(self, *, wait: bool) -> Mismatch | None:
-        """Compare the headers of all calls so far: all of them, or what has arrived. Raises PeerGoneError."""
+    def compare(self, *, wait: bool) -> None:
+        """Compare the headers of all calls so far: all of them, or what has arrived.
+
+        Raises PeerGoneError, and RingMismatchError, which breaks the group where a rank has gone on with its call.
+        """
         overtime = False
-        while self._open and self._mismatch is None:
+        while self._open:
             arrived, sent = self._read(), self._open[0]
             missing = [peer for peer in self._neighbours if peer not in sent.done]
             if not missing:
                 self._open.popleft()
                 if sent.others:
-                    return Mismatch(self._describe(sent, min(sent.others)), False)
+                    raise self._mismatch(sent, min(sent.others))
             elif not arrived:
                 if not wait:
-                    break
+                    return
                 try:
                     self._channel.wait(missing)
                 except PeerGoneError as gone:
@@ -178,7 +173,6 @@ class Headers:
                         overtime = True  # they wait too, and will say for whom
                         continue
                     raise PeerGoneError(min(silent or missing), gone.reason) from None
-        return self._mismatch
 
     def _read(self) -> bool:
         """Take in what has arrived, and answer it; return whether there was anything."""
@@ -186,7 +180,7 @@ class Headers:
         nothing_came: set[int] = set()  # of these neighbours, so what comes later belongs to no later call
         for sent in self._open:
             for peer in self._neighbours:
-                while peer not in sent.done and peer not in nothing_came and self._mismatch is None:
+                while peer not in sent.done and peer not in nothing_came:
                     if (header := self._channel.receive(peer)) is None:
                         nothing_came.add(peer)
                     else:
@@ -204,45 +198,44 @@ class Headers:
                 self._pass_on(sent)
             return
         fields = decode(header)
-        if "lost" in fields:
-            raise PeerGoneError(int(fields["lost"]), str(fields["reason"]))
-        if "disagreement" in fields:
-            self._mismatch = Mismatch(str(fields["disagreement"]), True)
-        elif not sent.refused:
+        if "reason" in fields:  # in place of a header, see `announce`
+            if (lost := fields.get("lost")) is not None:
+                raise PeerGoneError(lost, fields["reason"])
+            raise self._break(RingMismatchError(fields["reason"]))
+        if not sent.refused:
             whose = rank if says == _DIFFERS else peer
             sent.others[whose] = text
             if sent.runs_ahead or says == _AHEAD:
-                self._mismatch = Mismatch(self._describe(sent, whose), True)
-            else:
-                self._differ(sent, whose, text)
+                raise self._break(self._mismatch(sent, whose))
+            self._differ(sent, whose, text)
 
-    def _describe(self, sent: _Sent, peer: int) -> str:
-        return describe_difference(self._rank, decode(sent.text), peer, decode(sent.others[peer]), sent.call, sent.op)
+    def _mismatch(self, sent: _Sent, peer: int) -> RingMismatchError:
+        mine, theirs = decode(sent.text), decode(sent.others[peer])
+        return RingMismatchError(describe_difference(self._rank, mine, peer, theirs, sent.call, sent.op))
 
-    def announce(self, mismatch: Mismatch) -> None:
-        """Tell the neighbours, in place of the next header, of a difference that leaves the group unusable.
+    def _break(self, mismatch: RingMismatchError) -> RingMismatchError:
+        """Tell the neighbours of a difference in a call that a rank has gone on with; they tell theirs."""
+        mismatch.breaks_group = True
+        self.announce(str(mismatch))
+        return mismatch
 
-        They tell theirs when they hear it.
-        """
-        self._announce(disagreement=_ascii(mismatch.text))
-
-    def announce_loss(self, rank: int, reason: str) -> None:
-        """Tell the neighbours, likewise, of a rank that is lost."""
-        self._announce(lost=rank, reason=_ascii(reason))
-
-    def _announce(self, **fields: HeaderValue) -> None:
-        text = json.dumps({"version": HEADER_VERSION, **fields})
-        self._channel.send_last(text.encode("ascii").ljust(HEADER_BYTES))
-
-    def shut_down(self) -> None:
-        """End the connections, which another thread may be waiting for."""
-        self._channel.shut_down()
+    def announce(self, reason: str, lost: int | None = None) -> None:
+        """Tell the neighbours, in place of the next header, why the group is broken. lost: the rank, if one is."""
+        self._channel.send_last(announcement(reason, lost))
 
     def close(self) -> None:
+        """End the connections, for which another thread may be waiting; what was sent before still arrives."""
         self._channel.close()
 
 
-def _ascii(text: str) -> str:
+def announcement(reason: str, lost: int | None) -> bytes:
+    """Return what stands in place of a header; arguments as of `Headers.announce`."""
+    text = json.dumps({"version": HEADER_VERSION, "lost": lost, "reason": in_header(reason)})
+    return text.encode("ascii").ljust(HEADER_BYTES)
+
+
+def in_header(text: str) -> str:
+    """Return what a header has room for."""
     return text.encode("ascii", "replace").decode()[:MAX_REASON]
 
 
@@ -259,7 +252,7 @@ def describe_difference(
     )
 
 
-def decode(header: bytes) -> dict[str, HeaderValue]:
+def decode(header: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(header[:_TEXT_BYTES])
     except (ValueError, RecursionError):  # the latter from 1024 brackets

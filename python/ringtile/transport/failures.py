@@ -14,10 +14,10 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ringtile.transport.agreement import HEADER_BYTES, HEADER_VERSION, MAX_REASON, HeaderValue, PeerGoneError, decode
+from ringtile.transport.agreement import HEADER_BYTES, PeerGoneError, in_header
 from ringtile.transport.sockets import SocketChannel
 
 MAX_NEIGHBOURS = 12
@@ -62,15 +62,8 @@ class Notice(NamedTuple):
     left: bool = False
 
     def encode(self) -> bytes:
-        """Return HEADER_BYTES bytes."""
-        fields = self._replace(reason=self.reason[:MAX_REASON].encode("ascii", "replace").decode())._asdict()
-        return json.dumps({"version": HEADER_VERSION, **fields}).encode("ascii").ljust(HEADER_BYTES)
-
-    @classmethod
-    def of(cls, fields: Mapping[str, HeaderValue]) -> Notice:
-        """Raise KeyError or ValueError where it is none."""
-        by, period, lost = (int(fields[name]) for name in ("by", "period", "lost"))
-        return cls(by, period, lost, str(fields["reason"]), bool(fields.get("left", False)))
+        """Return HEADER_BYTES bytes, JSON."""
+        return json.dumps(self._replace(reason=in_header(self.reason))).encode("ascii").ljust(HEADER_BYTES)
 
 
 class FailureDetector:
@@ -80,7 +73,7 @@ class FailureDetector:
     notices of an earlier period count no more. hear_left: called when a neighbour says in this one that it has left.
     """
 
-    def __init__(self, rank: int, world_size: int, neighbours: Sequence[int]) -> None:
+    def __init__(self, rank: int, world_size: int = 1, neighbours: Sequence[int] = ()) -> None:
         self.rank = rank
         self.period = 0
         self.neighbours = neighbours
@@ -202,9 +195,9 @@ class SocketFailureDetector(FailureDetector):
     def read(self, peer: int) -> None:
         """Take in all that a neighbour has sent."""
         try:
-            while (header := self._channel.receive(peer)) is not None:
-                with contextlib.suppress(KeyError, ValueError):
-                    self.hear(peer, Notice.of(decode(header)))
+            while (notice := self._channel.receive(peer)) is not None:
+                with contextlib.suppress(TypeError, ValueError):
+                    self.hear(peer, Notice(*json.loads(notice)))
         except PeerGoneError as gone:
             self.hear_end(peer, gone.reason)
 
@@ -213,7 +206,6 @@ class SocketFailureDetector(FailureDetector):
 
     def close(self) -> None:
         self._closing = True
-        self._channel.shut_down()  # which ends the listener's wait; a socket that is waited for cannot be closed
+        self._channel.close()  # which ends the listener's wait
         if self._listener.ident and self._listener is not threading.current_thread():
             self._listener.join(1.0)
-        self._channel.close()

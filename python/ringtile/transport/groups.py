@@ -1,10 +1,12 @@
-"""From a group, or its name, to this rank's transport."""
+"""From a group, or its name, to this rank's transport, and the transport over a torch.distributed process group."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import threading
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,18 +17,22 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import GroupName
+from torch.distributed.distributed_c10d import GroupName, _get_process_group_store
 
 from ringtile.errors import InputError, shown
+from ringtile.transport import shared_memory, sockets
+from ringtile.transport.agreement import HANG_UP_TAG, Headers, tree_neighbours
+from ringtile.transport.failures import SocketFailureDetector, neighbours
 from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld, loopback_groups
-from ringtile.transport.process_group import ProcessGroupTransport
-from ringtile.transport.transport import Transport
+from ringtile.transport.shared_memory import SharedMemory
+from ringtile.transport.sockets import Meeting, SocketChannel, StoreChannel
+from ringtile.transport.transport import Exchange, Messages, Naming, Transport, Work, Works
 
 Group = dist.ProcessGroup | DeviceMesh | LoopbackGroup | str
 
 _ALONE = LoopbackWorld(1).groups[0].transport
 # Weak: they say which transport belongs to a living group, and keep nothing alive.
-_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupTransport] = weakref.WeakKeyDictionary()
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
 _transports_lock = threading.Lock()
 
 
@@ -91,3 +97,135 @@ def only_group_of(world_size: int) -> dist.ProcessGroup | None:
         return None
     found = [group for group in dist.distributed_c10d._world.pg_map if dist.get_world_size(group) == world_size]
     return found[0] if len(found) == 1 else None
+
+
+# ---- over a process group -----------------------------------------------------------------------
+
+
+class ProcessGroupTransport(Transport):
+    """Point-to-point messages of a process group. Ranks are ranks within the group.
+
+    CPU tensors travel through shared memory between ranks of one host, and over the group between others, headers over
+    sockets. CUDA tensors travel over NCCL. A group that has NCCL alone carries no CPU tensors; its headers go through
+    its store, it opens no connection, and whom it has lost NCCL's own watchdog says.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size())
+        self._group = weakref.ref(group)  # the registry lets go of a transport when its group is destroyed
+        self._carries_cpu = backend_name(group, "cpu") is not None
+        self._opened = False
+        self._shared: SharedMemory | None = None  # from the first call on, with ranks of this host
+        self._never_waited_for: list[Exchange] = []  # of calls on which the ranks disagreed
+
+    def _own_group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise InputError("the process group was destroyed; make a new one, and what was built on it")
+        return group
+
+    def _start(self, tensor: Tensor, peer: int, *, outgoing: bool) -> Work:
+        if self._shared is not None and peer in self._shared.peers and tensor.is_cpu:
+            ordered = self.num_calls << 32 | self._payload_tag  # there, messages of a later call have larger tags
+            return self._shared.post(tensor, peer, ordered, outgoing=outgoing)
+        group = self._own_group()
+        work: Work = (group.send if outgoing else group.recv)([tensor], peer, self._payload_tag)
+        return work
+
+    def check_device(self, device: torch.device) -> None:
+        super().check_device(device)
+        group, is_cpu = self._group(), device.type == "cpu"
+        if group is None or self.world_size == 1 or (is_cpu and self._carries_cpu):
+            return
+        if is_cpu or (found := backend_name(group, device.type)) != "nccl":
+            raise InputError(
+                f"the tensors are on {device} but the group's backend for {device.type} is {None if is_cpu else found}"
+                f"; expected {'gloo' if is_cpu else 'nccl'}: init_process_group or new_group with "
+                f'backend="cpu:gloo,cuda:nccl"'
+            )
+
+    def _connect(self) -> Headers:
+        group, rank, world_size = self._own_group(), self.rank, self.world_size
+        device = torch.device("cpu") if self._carries_cpu else group._device_types[0]
+        seconds: float = group._get_backend(device).options._timeout.total_seconds()
+        joint: Any = _get_process_group_store(group)
+        store = joint.clone()  # a connection of its own, on which others do not wait
+        meeting = Meeting(store, rank, world_size, seconds, token=shared_memory.token_of_segment())
+        self.hosts, tree = meeting.hosts, tree_neighbours(rank, world_size)
+        if not self._carries_cpu:
+            return Headers(rank, world_size, StoreChannel(meeting.store, rank, tree, seconds))
+        wires = [tree, neighbours(rank, world_size), shared_memory.peers_of(meeting)]
+        headers, news, links = sockets.connect(meeting, wires)
+        self._shared = shared_memory.share(meeting, links)
+        self.detector = detector = SocketFailureDetector(rank, world_size, SocketChannel(news, seconds))
+        weakref.finalize(self, detector.close)
+        detector.listen()
+        return Headers(rank, world_size, SocketChannel(headers, seconds))
+
+    def _drop_messages(self) -> None:
+        # gloo reads nothing more from a peer whose message has lost its tensor on the way.
+        self._never_waited_for += [
+            each for each in self._under_way if any(isinstance(work, dist.Work) for _, work in each.works)
+        ]
+        if self._shared is not None:
+            self._shared.drop()
+
+    def _open(self, device: torch.device) -> None:
+        if not self._opened:
+            # NCCL connects all ranks of a group in its first operation, and a round may leave some of them out.
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group())
+            self._opened = True
+
+    def _post(self, messages: Messages, what: str) -> Works:
+        return (super()._post if all(tensor.is_cpu for _, tensor, _ in messages) else self._post_batch)(messages, what)
+
+    def _post_batch(self, messages: Messages, what: str) -> Works:
+        """Post all messages as one: NCCL would run each to its end, and two ranks that both send first would wait.
+
+        NCCL tells messages between two ranks apart by their order alone. As torch's batch_isend_irecv, whose checks of
+        each message would take most of the time.
+        """
+        group, peers = self._own_group(), tuple(sorted({peer for peer, *_ in messages}))
+        with Naming(self, peers, what):
+            coalesces = messages and _coalesces(group, device := messages[0][1].device)
+            if coalesces:
+                group._start_coalescing(device)
+            works: Works = []
+            for peer, tensor, outgoing in messages:
+                works.append((peers, (group.send if outgoing else group.recv)([tensor], peer, 0)))
+            return [(peers, group._end_coalescing(device))] if coalesces else works
+
+    def _end_messages(self) -> None:
+        if self._shared is not None:
+            self._shared.free()
+        self._close_pairs()
+
+    def stop_waiting(self) -> None:
+        super().stop_waiting()
+        self._close_pairs()
+
+    def _close_pairs(self) -> None:
+        group = self._group()
+        if group is None or not self._carries_cpu:
+            return
+        # gloo closes a connection on which a receive timed out, and has no other way to close one. NCCL has none at all
+        # that a peer would notice: its own watchdog ends a wait that is longer than the group's timeout.
+        nothing = torch.empty(1, device="cpu")
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    never = group.recv([nothing], peer, HANG_UP_TAG)
+                    never.wait(datetime.timedelta(milliseconds=1))
+
+
+def backend_name(group: dist.ProcessGroup, device_type: str) -> str | None:
+    """Return the name of what carries a group's tensors of that device type; None: nothing does."""
+    try:
+        return str(group._get_backend(torch.device(device_type)).name())
+    except RuntimeError:
+        return None
+
+
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the group takes several messages as one batch, as NCCL does."""
+    return type(group) is dist.ProcessGroup and bool(group._get_backend(device).supports_coalescing)

@@ -1,4 +1,4 @@
-"""Virtual ranks: threads of one process that talk through queues."""
+"""Virtual ranks: threads of one process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent import futures
+from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ringtile.errors import InputError, PeerLostError
-from ringtile.transport.agreement import tree_neighbours
+from ringtile.transport.agreement import Headers, tree_neighbours
 from ringtile.transport.failures import FailureDetector, Notice
 from ringtile.transport.sockets import SocketChannel
 from ringtile.transport.transport import Transport, Work
@@ -23,6 +24,7 @@ from ringtile.transport.transport import Transport, Work
 Result = TypeVar("Result")
 
 _serial = itertools.count()
+_GONE = "it has hung up"
 
 
 class _Parcel(NamedTuple):
@@ -32,66 +34,23 @@ class _Parcel(NamedTuple):
     made: torch.cuda.Event | None
 
 
-class _Mailbox:
-    """The messages from one virtual rank to another, by tag, each in the order of sending."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._parcels: dict[int, collections.deque[_Parcel]] = {}
-        self._closed = False
-
-    def put(self, tag: int, parcel: _Parcel) -> None:
-        with self._changed:
-            self._parcels.setdefault(tag, collections.deque()).append(parcel)
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Hang up, as the sender; what it sent before still arrives."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def get(self, tag: int, timeout_seconds: float) -> _Parcel:
-        with self._changed:
-            if not self._changed.wait_for(lambda: tag in self._parcels or self._closed, timeout_seconds):
-                raise RuntimeError(f"nothing came for {timeout_seconds:g} s")
-            if tag not in self._parcels:
-                raise RuntimeError("it has hung up")
-            parcels = self._parcels[tag]
-            parcel = parcels.popleft()
-            if not parcels:
-                del self._parcels[tag]
-            return parcel
-
-
-@dataclass(eq=False)
-class _Arrival:
-    """A message to a virtual rank. Those of one sender and tag arrive in the order of posting, not of waiting."""
+class _Arrival(NamedTuple):
+    """A message to a virtual rank."""
 
     tensor: Tensor
-    mailbox: _Mailbox
-    tag: int
+    message: Future[_Parcel]
     timeout_seconds: float
-    posted: collections.deque[_Arrival]  # and not yet sent, of this sender and tag
-    sent: _Parcel | None = None
 
     def wait(self) -> None:
-        while self.sent is None:
-            self.posted[0].sent = self.mailbox.get(self.tag, self.timeout_seconds)
-            self.posted.popleft()
-        sent = self.sent
+        try:
+            sent = self.message.result(self.timeout_seconds)
+        except futures.TimeoutError:
+            raise RuntimeError(f"nothing came for {self.timeout_seconds:g} s") from None
         if sent.made is not None:  # by the stream of the sender's thread; this thread may be on another one
             stream = torch.cuda.current_stream(sent.tensor.device)
             stream.wait_event(sent.made)
             sent.tensor.record_stream(stream)
         self.tensor.copy_(sent.tensor)
-
-
-class _Sent:
-    """A message that its receiver may take whenever it likes."""
-
-    def wait(self) -> None:
-        pass
 
 
 class _LoopbackDetector(FailureDetector):
@@ -107,16 +66,19 @@ class _LoopbackDetector(FailureDetector):
 
     def close(self) -> None:
         for peer in self.neighbours:
-            self._hall[peer].hear_end(self.rank, "it has hung up")
+            self._hall[peer].hear_end(self.rank, _GONE)
 
 
 class Hall:
-    """The mailboxes, detectors and channels of all virtual ranks of a world."""
+    """What the virtual ranks of a world share: messages, detectors and channels."""
 
     def __init__(self, world_size: int, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
-        self.mailboxes = {pair: _Mailbox() for pair in itertools.permutations(range(world_size), 2)}  # sender, receiver
         self.detectors: list[_LoopbackDetector] = []
+        self._lock = threading.Lock()
+        # By sender, receiver and tag, the messages that only one of the two has posted, in order.
+        self._posted: dict[tuple[int, int, int], collections.deque[Future[_Parcel]]] = {}
+        self._gone: set[int] = set()
         ends: list[dict[int, socket.socket]] = [{} for _ in range(world_size)]
         for rank in range(world_size):
             self.detectors.append(_LoopbackDetector(rank, world_size, self.detectors))
@@ -125,6 +87,32 @@ class Hall:
                     ends[rank][peer], ends[peer][rank] = socket.socketpair()
         self.channels = [SocketChannel(each, timeout_seconds) for each in ends]
 
+    def post(self, sender: int, receiver: int, tag: int, parcel: _Parcel | None = None) -> Future[_Parcel]:
+        """Return the oldest message that only the other rank has posted, or a new one. parcel: None from a receiver."""
+        key = sender, receiver, tag
+        with self._lock:
+            posted = self._posted.setdefault(key, collections.deque())
+            if posted and posted[0].done() == (parcel is None):
+                message = posted.popleft()
+            else:
+                posted.append(message := Future())
+            if not posted:
+                del self._posted[key]
+            if parcel is not None:
+                message.set_result(parcel)
+            elif sender in self._gone and not message.done():
+                message.set_exception(RuntimeError(_GONE))
+        return message
+
+    def leave(self, rank: int) -> None:
+        """End the messages of a rank; what it sent before still arrives."""
+        with self._lock:
+            self._gone.add(rank)
+            for (sender, *_), posted in self._posted.items():
+                for message in posted:
+                    if sender == rank and not message.done():
+                        message.set_exception(RuntimeError(_GONE))
+
 
 class LoopbackTransport(Transport):
     """Messages between the threads of one LoopbackWorld."""
@@ -132,36 +120,27 @@ class LoopbackTransport(Transport):
     def __init__(self, rank: int, world_size: int, hall: Hall) -> None:
         super().__init__(rank, world_size)
         self.hosts = (0,) * world_size
+        self.detector = hall.detectors[rank]
         self._hall = hall
-        self._posted: dict[tuple[int, int], collections.deque[_Arrival]] = {}  # by sender and tag
 
-    def _connect(self) -> tuple[SocketChannel, FailureDetector]:
-        return self._hall.channels[self.rank], self._hall.detectors[self.rank]
+    def _connect(self) -> Headers:
+        return Headers(self.rank, self.world_size, self._hall.channels[self.rank])
 
-    def _start(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Work:
-        if outgoing:
-            copy = tensor.clone()
-            made = torch.cuda.current_stream(copy.device).record_event() if copy.is_cuda else None
-            self._hall.mailboxes[self.rank, peer].put(tag, _Parcel(copy, made))
-            return _Sent()
-        posted = self._posted.setdefault((peer, tag), collections.deque())
-        mailbox = self._hall.mailboxes[peer, self.rank]
-        posted.append(_Arrival(tensor, mailbox, tag, self._hall.timeout_seconds, posted))
-        return posted[-1]
-
-    def _drop_messages(self) -> None:
-        self._posted.clear()
+    def _start(self, tensor: Tensor, peer: int, *, outgoing: bool) -> Work | None:
+        if not outgoing:
+            return _Arrival(tensor, self._hall.post(peer, self.rank, self._payload_tag), self._hall.timeout_seconds)
+        copy = tensor.clone()
+        made = torch.cuda.current_stream(copy.device).record_event() if copy.is_cuda else None
+        self._hall.post(self.rank, peer, self._payload_tag, _Parcel(copy, made))
+        return None
 
     def _end_messages(self) -> None:
-        for (sender, _), mailbox in self._hall.mailboxes.items():
-            if sender == self.rank:
-                mailbox.close()
+        self._hall.leave(self.rank)
 
     def leave(self) -> None:
         """End this rank's part, whether it has made a call or not."""
-        for end in self._connect()[::-1]:
-            end.close()
-        self._end_messages()
+        self._headers = self._headers or self._connect()
+        self.hang_up()
 
 
 class LoopbackGroup:

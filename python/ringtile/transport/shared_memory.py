@@ -25,8 +25,7 @@ from torch import Tensor
 from ringtile.errors import InputError
 from ringtile.ops import _C
 from ringtile.transport.agreement import PeerGoneError
-from ringtile.transport.sockets import close_all, to_close_in_child
-from ringtile.transport.store import Meeting
+from ringtile.transport.sockets import Meeting, close_all, to_free_in_child
 
 VARIABLE = "RINGTILE_SHARED_MEMORY"
 _MAX_RANKS = 2048  # a header holds a bit for each
@@ -52,14 +51,14 @@ class _SharedMessage:
 
 
 class SharedMemory:
-    """One rank's end of the memory that it shares with `peers`."""
+    """One rank's end of the memory that it shares with `peers`. free: end all messages, for the peers too."""
 
     def __init__(self, end: Any, links: dict[int, socket.socket], peers: frozenset[int], timeout_seconds: float):
         self.peers = peers
         self._end = end
         self._timeout_seconds = timeout_seconds
-        self._close = weakref.finalize(self, _close, end, links)
-        to_close_in_child.add(self)
+        self.free = weakref.finalize(self, _free, end, links)
+        to_free_in_child.add(self)
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> _SharedMessage:
         """Start a message to or from a peer. The tensor is contiguous and not empty."""
@@ -70,12 +69,8 @@ class SharedMemory:
         """Forget all messages under way."""
         _C.shm_drop(self._end)
 
-    def close(self) -> None:
-        """End all messages, for the peers too."""
-        self._close()
 
-
-def _close(end: Any, links: dict[int, socket.socket]) -> None:
+def _free(end: Any, links: dict[int, socket.socket]) -> None:
     _C.shm_close(end)
     close_all(links.values())
 
@@ -84,8 +79,20 @@ def _close(end: Any, links: dict[int, socket.socket]) -> None:
 
 
 def token_of_segment() -> str:
-    """Return what a segment of this rank begins with, in hexadecimal; "" if it shares no memory."""
-    return "" if os.environ.get(VARIABLE) == "0" else secrets.token_hex(_TOKEN_BYTES)
+    """Return what a segment of this rank begins with, in hexadecimal; "" if it shares no memory.
+
+    InputError: the variable has an unknown value.
+    """
+    if (value := os.environ.get(VARIABLE) or "1") not in ("0", "1"):
+        raise InputError(f"{VARIABLE} is {value!r}; expected 1, or 0 to send all messages over the process group")
+    return "" if value == "0" else secrets.token_hex(_TOKEN_BYTES)
+
+
+def peers_of(meeting: Meeting) -> list[int]:
+    """Return the ranks of this host that may share memory with this one."""
+    own, ranks = meeting.rank, range(len(meeting.hosts))
+    sharing = {rank for rank in ranks if meeting.facts[rank]["token"] and meeting.hosts[rank] == meeting.hosts[own]}
+    return sorted(sharing - {own}) if own in sharing and len(ranks) <= _MAX_RANKS else []
 
 
 def make_segment(token: bytes, world_size: int) -> int:
@@ -102,15 +109,12 @@ def share(meeting: Meeting, links: dict[int, socket.socket]) -> SharedMemory | N
     """Share memory with the peers of these connections, which do so at the same time; None: with nobody.
 
     All ranks of the group call this, with links or without, and have met with their token_of_segment().
-    InputError: the variable has an unknown value.
     """
-    if (value := os.environ.get(VARIABLE) or "1") not in ("0", "1"):
-        raise InputError(f"{VARIABLE} is {value!r}; expected 1, or 0 to send all messages over the process group")
     tokens = [bytes.fromhex(fact["token"]) for fact in meeting.facts]
     files: dict[int, int] = {}
     peers: frozenset[int] = frozenset()
     try:
-        if links and len(tokens) <= _MAX_RANKS:
+        if links:
             with contextlib.suppress(OSError, AttributeError):
                 files[meeting.rank] = make_segment(tokens[meeting.rank], len(tokens))
         own = [files[meeting.rank]] if files else []

@@ -1,16 +1,19 @@
-"""Headers over sockets of their own, between some ranks of a group.
+"""How the ranks of a group meet in its store and connect, and what carries headers and news between them.
 
 A message of a process group is posted and waited for with the help of another thread, and a receive that is posted
 when a profiler starts, and done when it has stopped, corrupts the memory of the process (torch 2.13). A header is sent
-and received by the calling thread alone, in a few microseconds; a socket shows at once that the peer has died; and the
-kernel keeps the headers of a peer that is some calls ahead.
+and received by the calling thread alone, over a socket, in a few microseconds; a socket shows at once that the peer has
+died; and the kernel keeps the headers of a peer that is some calls ahead.
+
+A group that has NCCL alone opens no connection: a thread carries its headers between the store and such a socket.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import datetime
 import fcntl
+import json
 import os
 import secrets
 import select
@@ -21,20 +24,36 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ringtile.transport.agreement import HEADER_BYTES, PeerGoneError
-from ringtile.transport.store import Meeting
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistError
+
+from ringtile.errors import RingMismatchError
+from ringtile.transport.agreement import (
+    HEADER_BYTES,
+    HEADER_VERSION,
+    PeerGoneError,
+    announcement,
+    describe_difference,
+    in_header,
+)
 
 _TOKEN_BYTES = 16
 _INTRODUCTION_SECONDS = 5.0
 _ROOM_SECONDS = 0.5  # that the rest of a last word waits for room
 _MAX_STRANGERS = 256  # that a rank listens to at once; then the first of them is no peer
 _INTRODUCTION = struct.Struct(f"<IB{_TOKEN_BYTES}s")  # who connects, by which wire, and the token of who listens
+_LOOK_SECONDS = 0.0005, 0.02  # between two looks into the store for a header: at least, at most
+_LAST_SECONDS = 0.5  # that the last headers of a rank may take to reach the store
 
 
 class SocketChannel:
-    """Carries headers between this rank and others, in order: a connected socket for each of them."""
+    """Carries headers between this rank and others, in order: a connected socket for each of them.
+
+    free: close the sockets, in a forked process without ending the connections.
+    """
 
     def __init__(self, sockets: dict[int, socket.socket], timeout_seconds: float) -> None:
         self._sockets = sockets
@@ -45,47 +64,28 @@ class SocketChannel:
             connection.setblocking(False)
             if connection.family != socket.AF_UNIX:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._close = weakref.finalize(self, close_all, sockets.values())
-        to_close_in_child.add(self)
+        self.free = weakref.finalize(self, close_all, sockets.values())
+        to_free_in_child.add(self)
 
     def send(self, header: bytes, peers: Collection[int]) -> None:
         """Send HEADER_BYTES bytes to these peers, without waiting for their receives.
 
-        PeerGoneError: one is too far behind. One that has left is for `receive` to notice, after what it said.
+        PeerGoneError: one is hundreds of calls behind. One that has left is for `receive` to notice, after what it
+        said.
         """
         for peer in peers:
-            self._send(header, peer)
-
-    def _send(self, header: bytes, peer: int) -> None:
-        connection = self._sockets[peer]
-        try:
             try:
-                sent = connection.send(header)
-            except BlockingIOError:
-                sent = 0
-            if sent < HEADER_BYTES:  # the socket is full: the peer is hundreds of calls behind
-                connection.settimeout(self._timeout_seconds)
-                connection.sendall(header[sent:])
-                connection.setblocking(False)
-        except ConnectionError:
-            return
-        except OSError as error:
-            raise PeerGoneError(peer, _reason(error)) from None
+                _send(self._sockets[peer], header, self._timeout_seconds)
+            except ConnectionError:  # noqa: PERF203
+                pass
+            except OSError as error:
+                raise PeerGoneError(peer, _reason(error)) from None
 
     def send_last(self, header: bytes) -> None:
-        """Send it to every peer that can still be reached, at once or not at all.
-
-        A peer that reads no more, so that part of it has no room, finds its connection ended instead of a part: what
-        came next would be read as the rest of it.
-        """
+        """Send it to every peer that can still be reached, at once or not at all."""
         for connection in self._sockets.values():
             with self._sends_last, contextlib.suppress(OSError):
-                sent, until = connection.send(header), time.monotonic() + _ROOM_SECONDS
-                while sent < len(header) and (left := until - time.monotonic()) > 0:
-                    if _has_room(connection, left):
-                        sent += connection.send(header[sent:])
-                if sent < len(header):
-                    connection.shutdown(socket.SHUT_WR)
+                _send(connection, header, 0.0)
 
     def receive(self, peer: int) -> bytes | None:
         """Return the next header of a peer, if it has arrived. PeerGoneError: the peer has closed and all is read."""
@@ -115,33 +115,44 @@ class SocketChannel:
         if not poll.poll(seconds * 1000):
             raise PeerGoneError(min(peers), f"nothing came for {seconds:g} s")
 
-    def shut_down(self) -> None:
-        """End the connections, which another thread may be waiting for; `close` frees them."""
+    def close(self) -> None:
+        """End the connections, for which another thread may be waiting; peers still receive what was sent before."""
         for connection in self._sockets.values():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        """End the channel; peers may still receive what was sent before."""
-        self._close()
 
+def _send(connection: socket.socket, header: bytes, seconds: float) -> None:
+    """Send it. seconds: to wait for room; 0: a header without any room is not sent.
 
-def _has_room(connection: socket.socket, seconds: float) -> bool:
-    poll = select.poll()
-    poll.register(connection, select.POLLOUT)
-    return bool(poll.poll(seconds * 1000))
+    Raises TimeoutError, and ends a connection that has room for a part of a header alone: what came next would be read
+    as the rest of it.
+    """
+    sent, until = 0, time.monotonic() + (seconds or _ROOM_SECONDS)
+    while sent < len(header):
+        try:
+            sent += connection.send(header[sent:])
+        except BlockingIOError:  # noqa: PERF203
+            if not sent and not seconds:
+                return
+            left = until - time.monotonic()
+            poll = select.poll()
+            poll.register(connection, select.POLLOUT)
+            if left <= 0 or not poll.poll(left * 1000):
+                connection.shutdown(socket.SHUT_WR)
+                raise TimeoutError("timed out") from None
 
 
 # A forked process, such as a DataLoader worker, would keep the connections of a rank that dies.
-to_close_in_child: weakref.WeakSet[Any] = weakref.WeakSet()
+to_free_in_child: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _close_in_child() -> None:
-    for each in list(to_close_in_child):
-        each.close()
+def _free_in_child() -> None:
+    for each in list(to_free_in_child):
+        each.free()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_free_in_child)
 
 
 def close_all(connections: Iterable[socket.socket]) -> None:
@@ -151,6 +162,134 @@ def close_all(connections: Iterable[socket.socket]) -> None:
 
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
+
+
+class StoreChannel(SocketChannel):
+    """Carries headers through the store of the group, by a thread: a host that runs ahead of its GPU does not wait."""
+
+    def __init__(self, store: Store, rank: int, peers: Collection[int], timeout_seconds: float) -> None:
+        pairs = {peer: socket.socketpair() for peer in peers}
+        super().__init__({peer: own for peer, (own, _) in pairs.items()}, timeout_seconds)
+        inside = SocketChannel({peer: other for peer, (_, other) in pairs.items()}, timeout_seconds)
+        carried = store, rank, list(peers), inside, timeout_seconds
+        self._carrier = threading.Thread(target=_carry, args=carried, name="ringtile headers", daemon=True)
+        self._carrier.start()
+
+    def close(self) -> None:
+        super().close()
+        self._carrier.join(_LAST_SECONDS)
+
+
+def _carry(store: Store, rank: int, peers: list[int], inside: SocketChannel, timeout_seconds: float) -> None:
+    """Carry headers between the store and this rank, until it hangs up."""
+    num_sent, num_received = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0)
+    last, hung_up = time.monotonic(), False
+    while not hung_up:
+        try:
+            for peer in peers:
+                try:
+                    while (header := inside.receive(peer)) is not None:
+                        store.set(f"{rank}>{peer}/{num_sent[peer]}", header)  # type: ignore[arg-type]
+                        num_sent[peer] += 1
+                        last = time.monotonic()
+                except PeerGoneError:
+                    hung_up = True
+                key = f"{peer}>{rank}/{num_received[peer]}"
+                if not hung_up and store.check([key]):
+                    inside.send(store.get(key), (peer,))
+                    store.delete_key(key)
+                    num_received[peer] += 1
+                    last = time.monotonic()
+        except RuntimeError as error:
+            reason = f"the store of the group has ended: {str(error).splitlines()[0]}"
+            for peer in peers:
+                inside.send(announcement(reason, peer), (peer,))
+            return
+        idle = time.monotonic() - last
+        with contextlib.suppress(PeerGoneError):  # nobody waits longer than the timeout
+            inside.wait(
+                peers, min(max(idle / 4, _LOOK_SECONDS[0]), _LOOK_SECONDS[1]) if idle < timeout_seconds else 3600
+            )
+
+
+# ---- meeting in the store -----------------------------------------------------------------------
+
+
+class Meeting:
+    """The ranks of a group say things to each other in steps; each of them says something in every step.
+
+    hosts: by rank its host, numbered by its first rank. store_host: a name or address of the host of the store; "" if
+    it is a file. fields: what a rank says of itself; `facts` has them by rank.
+    Raises PeerGoneError if a rank does not come within timeout_seconds, and RingMismatchError where one runs another
+    version of ringtile.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout_seconds: float, **fields: Any) -> None:
+        self.rank, self.timeout_seconds = rank, timeout_seconds
+        self.deadline = time.monotonic() + timeout_seconds
+        # A world that was destroyed and made again may meet in the same store, under the same name.
+        self.store = PrefixStore(f"ringtile/{store.add(f'ringtile/{rank}', 1)}/", store)
+        self._ranks = range(world_size)
+        self._step = 0
+        self.facts = self.say(version=HEADER_VERSION, host=_host_id(), **fields)
+        for peer, fact in enumerate(self.facts):
+            if (theirs := fact["version"]) != HEADER_VERSION:
+                mine = {"version": HEADER_VERSION}
+                raise RingMismatchError(describe_difference(rank, mine, peer, {"version": theirs}, 1, "connecting"))
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        self.store_host = str(getattr(store, "host", ""))
+        names = [each["host"] for each in self.facts]
+        self.hosts = tuple(map(names.index, names))
+
+    def say(self, failure: PeerGoneError | None = None, **fields: Any) -> list[dict[str, Any]]:
+        """Return what each rank says in this step, by rank, once all have.
+
+        failure: why this rank goes no further. It raises that, and all others raise PeerGoneError with the reason.
+        """
+        self._step += 1
+        reason = ""
+        if failure is not None:
+            of_another = failure.peer != self.rank
+            reason = f"it cannot reach rank {failure.peer}: {failure.reason}" if of_another else failure.reason
+        keys = [f"{self._step}/{rank}" for rank in self._ranks]
+        try:
+            self.store.set(keys[self.rank], json.dumps({**fields, "failure": in_header(reason)}))
+            if failure is not None:
+                raise failure
+            self._wait(keys)
+            said: list[dict[str, Any]] = [json.loads(text) for text in self._get(keys)]
+        except DistError as error:
+            raise PeerGoneError(0, f"the store of the group has ended: {str(error).splitlines()[0]}") from None
+        for peer, each in enumerate(said):
+            if each["failure"]:
+                raise PeerGoneError(peer, each["failure"])
+        return said
+
+    def _get(self, keys: list[str]) -> list[bytes]:
+        try:
+            return self.store.multi_get(keys)
+        except RuntimeError:  # a store of files gets one at a time
+            return [self.store.get(key) for key in keys]
+
+    def _wait(self, keys: list[str]) -> None:
+        try:
+            left = max(self.deadline - time.monotonic(), 0.001)
+            self.store.wait(keys, datetime.timedelta(seconds=left))
+        except RuntimeError:
+            missing = [rank for rank in self._ranks if not self.store.check([keys[rank]])]
+            if not missing:
+                return
+            raise PeerGoneError(missing[0], f"nothing came for {self.timeout_seconds:g} s") from None
+
+
+def _host_id() -> str:
+    """Return what is equal for two processes exactly if they run on one host and in one network namespace."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {name}"
+    return name
 
 
 # ---- connecting ---------------------------------------------------------------------------------
@@ -171,10 +310,10 @@ def connect(meeting: Meeting, wires: Sequence[Collection[int]]) -> list[dict[int
     awaited = {(i, peer) for i, peer in ends if peer > rank}
     token = secrets.token_bytes(_TOKEN_BYTES)
     connected: dict[_End, socket.socket] = {}
+    failure: PeerGoneError | None = None
     with contextlib.ExitStack() as listening, contextlib.ExitStack() as on_failure:
         on_failure.callback(lambda: close_all(connected.values()))
         listeners: list[socket.socket] = []
-        failure: PeerGoneError | None = None
         address = _Address(token.hex())
         try:
             # With room for all that connect before this rank accepts, strangers too.
@@ -199,7 +338,7 @@ def connect(meeting: Meeting, wires: Sequence[Collection[int]]) -> list[dict[int
         except PeerGoneError as error:
             failure = error
         meeting.say(failure)
-        connected |= _accept(listeners, token, awaited, meeting.deadline)
+        _accept(listeners, token, awaited, connected, meeting.deadline)
         on_failure.pop_all()
     return [{peer: connected[i, peer] for peer in peers} for i, peers in enumerate(wires)]
 
@@ -233,31 +372,22 @@ def _own_addresses(store_host: str) -> Iterator[tuple[socket.AddressFamily, str]
     """Yield the addresses of this host that peers may reach, the best first.
 
     That of the interface that GLOO_SOCKET_IFNAME names, and no other; or that from which this host reaches the host of
-    the store (MASTER_ADDR), those that its name stands for, and those of its interfaces; but no loopback address.
+    the store (MASTER_ADDR), and those of its interfaces; but no loopback address.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         yield socket.AF_INET, _address_of(interface)
         return
-    for family, _, _, _, address in _resolve(store_host):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as anywhere:
-            anywhere.connect((address[0], 9))  # sends nothing
-            if not _is_loopback(own := anywhere.getsockname()[0]):
-                yield family, own
-    for family, _, _, _, address in _resolve(socket.gethostname()):
-        if not _is_loopback(own := str(address[0])):
-            yield family, own
+    with contextlib.suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(store_host or None, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as anywhere:
+                anywhere.connect(address)  # sends nothing
+                if not _is_loopback(own := anywhere.getsockname()[0]):
+                    yield family, own
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError):
             if not _is_loopback(own := _address_of(name)):
                 yield socket.AF_INET, own
-
-
-def _resolve(host: str) -> list[Any]:
-    try:
-        return list(socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM))
-    except OSError:
-        return []
 
 
 def _is_loopback(address: str) -> bool:
@@ -290,67 +420,55 @@ def _connect(peer: int, address: _Address, on_host: bool, hello: bytes, deadline
 
 
 def _accept(
-    listeners: Sequence[socket.socket], token: bytes, missing: set[_End], deadline: float
-) -> dict[_End, socket.socket]:
-    """Return the connections of these peers. Nobody waits for another."""
-    accepted: dict[_End, socket.socket] = {}
-    said: dict[socket.socket, bytes] = {}  # by whom it is not known yet, in the order in which they came
-    until: dict[socket.socket, float] = {}
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as undo:
-        undo.callback(close_all, accepted.values())
-        undo.callback(close_all, said)
-
-        def drop(stranger: socket.socket) -> None:
-            selector.unregister(stranger)
-            del said[stranger], until[stranger]
-
+    listeners: Sequence[socket.socket],
+    token: bytes,
+    missing: set[_End],
+    connected: dict[_End, socket.socket],
+    deadline: float,
+) -> None:
+    """Add the connections of the ends that are missing. Nobody waits for another."""
+    strangers: dict[socket.socket, float] = {}  # that have said nothing yet, the oldest first, and until when they may
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as at_end:
+        at_end.callback(close_all, strangers)
         for listener in listeners:
             listener.setblocking(False)
             selector.register(listener, selectors.EVENT_READ)
-        while missing - set(accepted):
+        while missing:
             now = time.monotonic()
             if now >= deadline:
-                raise PeerGoneError(min(missing - set(accepted))[1], "it did not connect")
-            for key, _ in selector.select(min([deadline, *until.values()]) - now):
-                if key.fileobj in listeners:
-                    with contextlib.suppress(ConnectionError, BlockingIOError):  # it has gone again
-                        try:
-                            stranger, _ = cast(socket.socket, key.fileobj).accept()
-                        except OSError as error:
-                            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                                raise
-                            reason = f"this rank cannot accept its connection: {_reason(error)}"
-                            raise PeerGoneError(min(missing - set(accepted))[1], reason) from None
-                        stranger.setblocking(False)
-                        selector.register(stranger, selectors.EVENT_READ)
-                        said[stranger], until[stranger] = b"", time.monotonic() + _INTRODUCTION_SECONDS
-                    continue
-                stranger = cast(socket.socket, key.fileobj)
-                try:
-                    arrived = stranger.recv(_INTRODUCTION.size - len(said[stranger]))
-                except OSError:
-                    arrived = b""
-                said[stranger] += arrived
-                if arrived and len(said[stranger]) < _INTRODUCTION.size:
-                    continue
-                end = _introduced(said[stranger], token)
-                drop(stranger)
-                if end in missing - set(accepted):
-                    accepted[end] = stranger
-                else:
-                    stranger.close()
-            while until and (len(until) > _MAX_STRANGERS or min(until.values()) <= time.monotonic()):
-                stranger = next(iter(until))
-                drop(stranger)
+                raise PeerGoneError(min(missing)[1], "it did not connect")
+            for key, _ in selector.select(min([deadline, *strangers.values()]) - now):
+                one = cast(socket.socket, key.fileobj)
+                if one in listeners:
+                    try:
+                        stranger, _ = one.accept()
+                    except (ConnectionError, BlockingIOError):  # it has gone again
+                        continue
+                    except OSError as error:
+                        reason = f"this rank cannot accept its connection: {_reason(error)}"
+                        raise PeerGoneError(min(missing)[1], reason) from None
+                    selector.register(stranger, selectors.EVENT_READ)
+                    strangers[stranger] = now + _INTRODUCTION_SECONDS
+                elif one in strangers:
+                    end = _introduced(one, token)
+                    selector.unregister(one)
+                    del strangers[one]
+                    if end in missing:
+                        missing.remove(end)
+                        connected[end] = one
+                    else:
+                        one.close()
+            while strangers and (len(strangers) > _MAX_STRANGERS or min(strangers.values()) <= time.monotonic()):
+                stranger = next(iter(strangers))
+                selector.unregister(stranger)
+                del strangers[stranger]
                 stranger.close()
-        undo.pop_all()
-        close_all(said)
-    return accepted
 
 
-def _introduced(said: bytes, token: bytes) -> _End | None:
-    """Return whose connection it is; None: no peer's."""
-    if len(said) < _INTRODUCTION.size:
+def _introduced(stranger: socket.socket, token: bytes) -> _End | None:
+    """Return whose connection it is; None: no peer's. A peer says all at once."""
+    try:
+        peer, wire, theirs = _INTRODUCTION.unpack(stranger.recv(_INTRODUCTION.size, socket.MSG_DONTWAIT))
+    except (OSError, struct.error):
         return None
-    peer, wire, theirs = _INTRODUCTION.unpack(said)
     return (wire, peer) if secrets.compare_digest(theirs, token) else None

@@ -18,8 +18,6 @@ import math
 import os
 import threading
 import time
-import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -28,19 +26,8 @@ import torch
 from torch import Tensor
 
 from ringtile.errors import InputError, PeerLostError, RefusedError, RingMismatchError, RingtileError, with_kind
-from ringtile.transport.agreement import (
-    FIRST_PAYLOAD_TAG,
-    MAX_REASON,
-    Headers,
-    HeaderValue,
-    PeerGoneError,
-    Terms,
-)
+from ringtile.transport.agreement import FIRST_PAYLOAD_TAG, Headers, HeaderValue, PeerGoneError, Terms, in_header
 from ringtile.transport.failures import FailureDetector, Loss
-from ringtile.transport.sockets import SocketChannel
-from ringtile.transport.store import StoreChannel
-
-Channel: TypeAlias = SocketChannel | StoreChannel  # of headers
 
 
 class Work(Protocol):
@@ -53,14 +40,15 @@ NOT_IN_CUDA_GRAPHS = (torch.Tag.cudagraph_unsafe,)  # of ops: torch.compile call
 _PROPAGATED = "_ringtile_propagated"  # an attribute of an error that the other ranks have heard of
 _MAX_AGREED = 1024  # terms that a group remembers; the oldest are agreed on anew
 _SEARCH_SECONDS = 1.0  # how long a rank that lost a peer waits to hear who was lost first
-_Works = list[tuple[tuple[int, ...], Work]]  # with the peers of each
+Messages: TypeAlias = list[tuple[int, Tensor, bool]]  # to post: the peer, the payload, whether it is sent
+Works: TypeAlias = list[tuple[tuple[int, ...], Work]]  # with the peers of each
 
 
 @dataclass(eq=False, slots=True)
 class Exchange:
     """Messages under way; their tensors stay untouched, and are kept alive, until `wait` returns."""
 
-    works: _Works
+    works: Works
     tensors: list[Tensor]
     transport: Transport
     what: str  # "round 2 of call 3 (ring_attention forward)"
@@ -72,10 +60,10 @@ class Exchange:
             transport.compare_headers()
             began = time.perf_counter()
             for peers, work in self.works:
-                with transport.naming(peers, self.what):
+                with Naming(transport, peers, self.what):
                     work.wait()
             transport.wait_seconds += time.perf_counter() - began
-        transport.arrived(self)
+        transport._under_way.discard(self)
 
 
 def _span(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -93,11 +81,9 @@ class Transport(abc.ABC):
 
     rank, world_size: of this group. bytes_sent: payload sent so far, in bytes; headers do not count. num_calls: the
     calls made so far. wait_seconds: how long the host has waited for headers and payloads so far; on a GPU only a
-    stream waits for payloads. hosts: by rank its host, numbered by its first rank, from the first call on. carries_cpu:
-    whether payloads may be on the CPU. detector: watches the other ranks, from the first call on; None over NCCL alone.
+    stream waits for payloads. hosts: by rank its host, numbered by its first rank, from the first call on. detector:
+    watches the other ranks, from the first call on; over NCCL alone it has no neighbours.
     """
-
-    carries_cpu = True
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -110,9 +96,9 @@ class Transport(abc.ABC):
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None  # whose forwards use this group
         self._payload_tag = FIRST_PAYLOAD_TAG
-        self._agreed: OrderedDict[object, Terms] = OrderedDict()
+        self._agreed: dict[object, Terms] = {}
         self._headers: Headers | None = None  # from the first call on
-        self.detector: FailureDetector | None = None  # the same
+        self.detector = FailureDetector(rank)
         self._told = False  # whether the others know why this rank fails
         self._behind = False  # whether headers of this call are still to be compared, before a payload is used
         self._under_way: set[Exchange] = set()  # of this call
@@ -148,8 +134,24 @@ class Transport(abc.ABC):
             if device is not None:
                 self.check_device(torch.device(device))
         device = torch.device(device or "cpu")
+        key = (op, device.type, *fields.items())
         with self._numbered(op):
-            self._agree_on(op, fields, device, forward_call, data, step)
+            agreed = self._agreed.get(key)
+            terms = agreed or Terms(op, device.type, fields)
+            self._payload_tag = terms.payload_tag(self.num_calls)
+            # Where the host goes on before kernels and messages are done, it must not wait for headers.
+            runs_ahead = agreed is not None and device.type != "cpu"
+            self._send_header(op, terms.header(self.num_calls, forward_call, data, step), runs_ahead=runs_ahead)
+            self._behind = True
+            if agreed is None:
+                self.compare_headers()
+                self._agreed[key] = terms
+                if len(self._agreed) > _MAX_AGREED:
+                    del self._agreed[next(iter(self._agreed))]
+                if device.type != "cpu":
+                    self._open(device)
+            elif runs_ahead:
+                self.compare_headers(wait=False)
             yield
             self.compare_headers()
 
@@ -162,7 +164,8 @@ class Transport(abc.ABC):
             self._op = op
             try:
                 yield
-            except RingMismatchError:
+            except RingMismatchError as error:
+                self._failure = error if error.breaks_group else None
                 raise
             except BaseException as error:
                 self._failure = error
@@ -211,32 +214,11 @@ class Transport(abc.ABC):
             f"{op} on a group that failed before ({self._failure}); destroy the process group and start anew"
         ) from self._failure
 
-    def _agree_on(
-        self, op: str, fields: Mapping[str, HeaderValue], device: torch.device, forward_call: int, data: int, step: int
-    ) -> None:
-        key = (op, device.type, *fields.items())
-        agreed = self._agreed.get(key)
-        terms = agreed or Terms(op, device.type, fields)
-        self._payload_tag = terms.payload_tag(self.num_calls)
-        runs_ahead = agreed is not None and self._host_runs_ahead(device)
-        self._send_header(op, terms.header(self.num_calls, forward_call, data, step), runs_ahead=runs_ahead)
-        self._behind = True
-        if agreed is None:
-            self.compare_headers()
-            self._agreed[key] = terms
-            if len(self._agreed) > _MAX_AGREED:
-                self._agreed.popitem(last=False)
-            self._open(device)
-        elif runs_ahead:
-            self.compare_headers(wait=False)
-
     def _send_header(self, op: str, header: bytes, **options: bool) -> None:
         """Send it to the neighbours. options: as of `Headers.send`."""
-        with self.naming((), self._place("the header")):
+        with Naming(self, (), self._place("the header")):
             if self._headers is None:
-                channel, self.detector = self._connect()
-                self._headers = Headers(self.rank, self.world_size, channel)
-                weakref.finalize(self, channel.close if self.detector is None else self.detector.close)
+                self._headers = self._connect()
             self._headers.send(op, self.num_calls, header, **options)
 
     def compare_headers(self, *, wait: bool = True) -> None:
@@ -248,40 +230,34 @@ class Transport(abc.ABC):
             return
         self._behind = False
         began = time.perf_counter()
-        with self.naming((), self._place("the header")):
-            mismatch = self._headers.compare(wait=wait)
+        with Naming(self, (), self._place("the header")):
+            self._headers.compare(wait=wait)
         self.wait_seconds += time.perf_counter() - began
-        if mismatch is None:
-            return
-        error = RingMismatchError(mismatch.text)
-        if mismatch.ran_ahead:
-            self._failure = error
-            self._headers.announce(mismatch)
-        raise error
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others why, and end this rank's messages: none of them waits for it any longer."""
-        if self._headers is not None and not self._told:
-            self._told = True
-            if self.detector is not None:
-                self.detector.fail(with_kind(error), self.rank)
-            else:
-                lost = error.rank if isinstance(error, PeerLostError) else None
-                self._headers.announce_loss(self.rank if lost is None else lost, with_kind(error))
+        if not self._told:
+            self._tell(Loss(self.rank, with_kind(error)))
         self.hang_up()
+
+    def _tell(self, loss: Loss) -> None:
+        """Tell the others who is lost: this rank, or one that it waits for. They hear it once."""
+        self._told = True
+        self.detector.fail(loss.reason, loss.rank)
+        if self._headers is not None:
+            self._headers.announce(loss.reason, loss.rank)
 
     def hang_up(self) -> None:
         """End this rank's messages for good: a peer that waits for one gets PeerLostError."""
+        self.detector.close()
         if self._headers is not None:
-            if self.detector is not None:
-                self.detector.close()
             self._headers.close()
         self._end_messages()
 
     def stop_waiting(self) -> None:
         """Make this rank's waits for headers, and those of its group for messages, fail. From any thread."""
         if self._headers is not None:
-            self._headers.shut_down()
+            self._headers.close()
 
     def fail(self, op: str, reason: Exception) -> None:
         """Tell the others, in place of the header of a call, why this rank does not make it, and wait for none.
@@ -292,7 +268,7 @@ class Transport(abc.ABC):
         if self.world_size == 1 or os.getpid() != self._pid or _PROPAGATED in reason.__dict__:
             return
         reason.__dict__[_PROPAGATED] = True
-        said = f"{op}, refused: {reason}"[:MAX_REASON].encode("ascii", "replace").decode()
+        said = in_header(f"{op}, refused: {reason}")
         with contextlib.suppress(RingtileError), self._numbered(said):
             self._send_header(said, Terms(said, "cpu", {}).header(self.num_calls), refused=True)
 
@@ -314,25 +290,25 @@ class Transport(abc.ABC):
         in errors where this is, as in "round 2".
         """
         self.bytes_sent += sum(tensor.nbytes for tensor in sends.values())
-        exchange = self._post(sends, receives, self._payload_tag, self._place(what))
+        messages = [(peer, tensor, False) for peer, tensor in receives.items() if tensor.numel() > 0]
+        messages += [(peer, tensor, True) for peer, tensor in sends.items() if tensor.numel() > 0]
+        place = self._place(what)
+        exchange = Exchange(self._post(messages, place), [*sends.values(), *receives.values()], self, place)
         self._under_way.add(exchange)
         return exchange
-
-    def arrived(self, exchange: Exchange) -> None:
-        """Let go of its tensors."""
-        self._under_way.discard(exchange)
 
     def _place(self, what: str) -> str:
         return f"{what} of call {self.num_calls} ({self._op})"
 
-    def _post(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int, what: str) -> Exchange:
-        works: _Works = []
-        for tensors, outgoing in ((receives, False), (sends, True)):
-            for peer, tensor in tensors.items():
-                if tensor.numel() > 0:
-                    with self.naming((peer,), what):
-                        works.append(((peer,), self._start(tensor, peer, tag, outgoing=outgoing)))
-        return Exchange(works, [*sends.values(), *receives.values()], self, what)
+    def _post(self, messages: Messages, what: str) -> Works:
+        """Start all messages of an exchange, in this order."""
+        works: Works = []
+        for peer, tensor, outgoing in messages:
+            with Naming(self, (peer,), what):
+                work = self._start(tensor, peer, outgoing=outgoing)
+            if work is not None:
+                works.append(((peer,), work))
+        return works
 
     def check_device(self, device: torch.device) -> None:
         """Raise InputError where this group cannot carry tensors of that device, RefusedError where a CUDA graph would.
@@ -352,30 +328,19 @@ class Transport(abc.ABC):
     def _drop_messages(self) -> None:  # noqa: B027
         """Forget messages that nobody will wait for: their tensors may be freed, and others take their places."""
 
-    def _host_runs_ahead(self, device: torch.device) -> bool:
-        """Return whether the host goes on before kernels and messages are done, and so must not wait for headers."""
-        return device.type != "cpu"
-
     def _open(self, device: torch.device) -> None:  # noqa: B027
         """Do what all ranks must do together before any two of them exchange payloads on that device."""
-
-    def naming(self, peers: tuple[int, ...], what: str) -> contextlib.AbstractContextManager[None]:
-        """Turn the loss of a peer into a PeerLostError that says whose ("rank 2") and when.
-
-        peers: whose messages a RuntimeError in the body concerns; PeerGoneError says it itself.
-        """
-        return _Naming(self, peers, what)
 
     def _lost(self, gone: list[PeerGoneError], what: str) -> PeerLostError:
         """Return the error for peers that are gone, which blames the rank that was lost first."""
         suspects, reason = sorted({each.peer for each in gone}), gone[0].reason
         found = Loss(suspects[0], reason) if len(suspects) == 1 else None
-        if self.detector is not None and not self._told:
+        if not self._told:
             self._told = True
             self.detector.fail(reason)  # at once: the others may be asking the same
             found = self.detector.find(found, reason, _SEARCH_SECONDS)
             if found is not None:
-                self.detector.fail(found.reason, found.rank)
+                self._tell(found)
         who = f"rank {' or '.join(map(str, suspects)) if found is None else found.rank}"
         error = PeerLostError(
             f"{who} was lost in {what} of rank {self.rank}: {found.reason if found else reason}; see {who}'s log for "
@@ -385,24 +350,30 @@ class Transport(abc.ABC):
         return error
 
     @abc.abstractmethod
-    def _connect(self) -> tuple[Channel, FailureDetector | None]:
-        """Connect, in the first call, the channel of headers to the neighbours in the tree, and who watches the others.
-        Find their hosts.
+    def _connect(self) -> Headers:
+        """Connect, in the first call, the headers; find the hosts, and who watches the others.
 
         Raises PeerGoneError, RingMismatchError.
         """
 
     @abc.abstractmethod
-    def _start(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> Work:
-        """Start a message to or from a peer. The tensor is contiguous and not empty. Raise RuntimeError."""
+    def _start(self, tensor: Tensor, peer: int, *, outgoing: bool) -> Work | None:
+        """Start a message to or from a peer; None: it is done. The tensor is contiguous and not empty.
+
+        Messages of different payload tags do not meet. Raises RuntimeError.
+        """
 
     @abc.abstractmethod
     def _end_messages(self) -> None:
         """Make the peers' waits for messages of this rank fail, from now on."""
 
 
-class _Naming:
-    """`Transport.naming`: a class costs a third of a generator, and each round of a ring enters several."""
+class Naming:
+    """Turn the loss of a peer into a PeerLostError that says whose ("rank 2") and when.
+
+    peers: whose messages a RuntimeError in the body concerns; PeerGoneError says it itself. A class costs a third of a
+    generator, and each round of a ring enters several.
+    """
 
     __slots__ = ("_peers", "_transport", "_what")
 
