@@ -30,7 +30,7 @@ def _own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),  # of docs/troubleshooting.md
+    ("content", "message"),
     [
         (b"a: 1\nb: {c: 1, c: 2}", "line 2: the key 'c' is given twice; expected"),
         (b"a: 1\nb: 2\na: 3", "the key 'a' is given twice; expected"),

@@ -409,6 +409,35 @@ def test_no_text_of_a_picture_crosses_a_bar_or_another_text(path: pathlib.Path) 
             assert inside or not meet(text, rect), (text, rect)
 
 
+def luminance(color: str) -> float:
+    """Of a color of sRGB, 0 to 1, by WCAG."""
+    hexed = {"white": "#ffffff", "black": "#000000"}.get(color, color)
+    parts = [int(hexed[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("is_dark", [False, True])
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "pictures").iterdir()), ids=lambda path: path.stem)
+def test_text_of_a_picture_is_readable_on_light_and_on_dark(path: pathlib.Path, is_dark: bool) -> None:
+    """3 is WCAG's contrast of large and of graphical parts; white on the lightest color of COLORS has 3.1."""
+    rules = module_of("tools/pictures/draw.py").ON_DARK if is_dark else {}
+
+    def shown(tag: str, fill: str) -> str:
+        rule = rules.get(f'{tag}[fill="{fill}"]' if fill else tag, f"fill: {fill or 'black'}")
+        return str(rule.removeprefix("fill: "))
+
+    svg = path.read_text()
+    fills = [shown("rect", fill) for fill in re.findall(r'<rect [^>]*fill="([^"]+)"', svg)]
+    looks = re.findall(r"<text ([^>]*)>", svg)
+    inks = [shown("text", "".join(re.findall(r'fill="([^"]+)"', look))) for look in looks]
+    rects, texts = boxes(svg)
+    for text, ink in zip(texts, inks, strict=True):
+        under = [fill for rect, fill in zip(rects, fills[1:], strict=True) if meet(text, rect)]
+        light, dark = sorted((luminance(ink), luminance([fills[0], *under][-1])), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 3, (text, ink, under)
+
+
 @pytest.mark.long  # 36 layers; tests/planner compares the planner with trainings
 def test_figures_of_memory_are_the_planners() -> None:
     planned = module_of("tools/pictures/plan_memory.py")

@@ -21,24 +21,41 @@ FOLDER = ROOT / "docs" / "pictures"
 # Distinct for the color-blind; white text is readable on all but DARK_TEXT.
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#774411")
 DARK_TEXT = ("#ccbb44", "#66ccee", "#bbbbbb")
+# Paper, ink and grays, on white and, where a reader prefers it, on dark; COLORS stay.
+ON_DARK = {
+    'rect[fill="white"]': "fill: #1e1e1e",
+    'rect[fill="#dddddd"]': "fill: #444444",
+    'rect[fill="#eef3fa"]': "fill: #26303c",
+    'rect[fill="#f4f4f4"]': "fill: #2a2a2a",
+    "text": "fill: #dddddd",
+    'text[fill="#555555"]': "fill: #aaaaaa",
+    'text[fill="white"]': "fill: white",
+    'text[fill="black"]': "fill: black",
+    '[stroke="black"]': "stroke: #dddddd",
+    '[stroke="#555555"]': "stroke: #aaaaaa",
+    '[stroke="#cccccc"]': "stroke: #444444",
+    '[stroke="#e4e4e4"]': "stroke: #3a3a3a",
+}
 GIB = 2**30
 
 
 class Picture:
-    """Shapes on white, which dark pages need too."""
+    """Shapes on paper."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="13">'
-        self.lines = [head, f"<title>{escape(title)}</title>"]
+        rules = " ".join(f"{where} {{ {look} }}" for where, look in ON_DARK.items())
+        style = f"<style>@media (prefers-color-scheme: dark) {{ {rules} }}</style>"
+        self.lines = [head, f"<title>{escape(title)}</title>", style]
         self.rect(0, 0, width, height, "white")
 
     def rect(self, x: float, y: float, width: float, height: float, fill: str, stroke: str = "") -> None:
         edge = f' stroke="{stroke}"' if stroke else ""
         self.lines.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}"{edge}/>')
 
-    def text(self, x: float, y: float, text: str, anchor: str = "start", fill: str = "black", size: int = 13) -> None:
-        look = f' text-anchor="{anchor}"' * (anchor != "start") + f' fill="{fill}"' * (fill != "black")
+    def text(self, x: float, y: float, text: str, anchor: str = "start", fill: str = "", size: int = 13) -> None:
+        look = f' text-anchor="{anchor}"' * (anchor != "start") + f' fill="{fill}"' * bool(fill)
         look += f' font-size="{size}"' * (size != 13)
         self.lines.append(f'<text x="{x:g}" y="{y:g}"{look}>{escape(text)}</text>')
 
@@ -330,7 +347,7 @@ def step() -> str:
         for rank in range(2):
             x = 15 + rank * 470
             picture.rect(x, y, 400, 34, color, COLORS[0])
-            picture.text(x + 200, y + 21, text, "middle", "black" if n == 0 else "white", 11)
+            picture.text(x + 200, y + 21, text, "middle", "" if n == 0 else "white", 11)
             if n + 1 < len(stages):
                 picture.arrow(x + 200, y + 34, x + 200, y + 57)
         if color == COLORS[5]:
