@@ -158,7 +158,7 @@ def reason_of(row: dict[str, Any]) -> str:
     )
     reason = re.sub(r"\b(it is bidirectional) .*", r"\1", reason)
     reason = re.sub(r"it has \d+ layers but called ringtile's attention \d+ times", "some layers do not attend", reason)
-    return re.sub(r"[|<>]", " ", reason)[:200]
+    return re.sub(r"[|<>]", " ", reason)[: 200 if row["verdict"] == "refused" else 80].strip()
 
 
 def split_page(path: pathlib.Path, begin: str = BEGIN) -> tuple[str, str]:
