@@ -49,6 +49,9 @@ int64_t rt_cuda_attn_bwd_workspace_bytes(const rt_attn_params *p); // 0 also if 
 rt_status rt_cuda_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                              void *delta, void *stream);
 
+// rows are on the device: those that are not of out are left out.
+rt_status rt_cuda_attn_merge(const rt_attn_merge_params *p, void *stream);
+
 // Of the toolkit that compiled this, 1000 major + 10 minor: a driver for an older major runs none of it.
 int rt_cuda_runtime_version(void);
 

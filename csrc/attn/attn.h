@@ -19,6 +19,9 @@ rt_status rt_attn_check_bwd(const rt_attn_params *p);
 //   RT_SHARED_MEMORY
 rt_status rt_attn_check_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                               const void *delta);
+// The numbers in rows are left to the kernel.
+//   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEAD_DIM, RT_TOO_LARGE, RT_BAD_POSITIONS, RT_BAD_POINTER, RT_SHARED_MEMORY
+rt_status rt_attn_check_merge(const rt_attn_merge_params *p);
 
 #ifdef __cplusplus
 }

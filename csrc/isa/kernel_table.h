@@ -19,6 +19,7 @@ const rt_kernels RT_KERNELS = {
     .attn_backward = attn_backward,
     .attn_round_keys = attn_round_keys,
     .attn_delta = attn_delta,
+    .attn_merge = attn_merge,
     .scan_scratch_bytes = scan_scratch_bytes,
     .scan_forward = scan_forward,
     .scan_backward = scan_backward,

@@ -34,6 +34,8 @@ typedef struct rt_kernels {
     // Tokens [first, last) of rt_attn_delta, counted over all batches.
     void (*attn_delta)(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                        void *delta, int64_t first, int64_t last);
+    // Rows [first, last) of rt_attn_merge's part, counted over all its batches.
+    void (*attn_merge)(const rt_attn_merge_params *p, int64_t first, int64_t last);
     // Of head head, batch batch of rt_scan_fwd or rt_scan_bwd. workspace: this worker's scratch, of scan_scratch_bytes.
     int64_t (*scan_scratch_bytes)(const rt_scan_params *p, bool backward);
     void (*scan_forward)(const rt_scan_params *p, const rt_chunks *chunks, int64_t batch, int64_t head,

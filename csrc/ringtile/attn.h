@@ -92,6 +92,27 @@ typedef struct rt_attn_delta_params {
 rt_status rt_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                         void *delta, rt_parallel parallel);
 
+// A block that another kernel has computed: its normalized output and log-sum-exps, for a part of the queries.
+typedef struct rt_attn_merge_params {
+    rt_dtype dtype;                                    // of part
+    int64_t batch, num_queries, num_heads, v_head_dim; // B, N, H, Dv of out
+    int64_t part_batch, part_queries;                  // P, M
+    int64_t part_stride[3];                            // batch, token, head
+    int64_t first_row;    // without rows: token m of batch b of part is row first_row + b N + m of out's B N
+    const int64_t *rows;  // (P M) contiguous: row by row instead, rising; or NULL
+    bool fresh;           // out and lse hold nothing yet in these rows
+    const void *part;     // (P, M, H, Dv) dtype
+    const void *part_lse; // (P, H, M) contiguous, state dtype; inf and -inf are those of rows without a weight
+    void *out;            // (B, N, H, Dv) contiguous, state dtype: read and written
+    double *lse;          // (B, H, N) contiguous: read and written
+    void *rounded;        // like out, of dtype: written in the place of out; or NULL
+} rt_attn_merge_params;
+
+// Merges it into out and lse: out += share * (part - out), share = exp(part_lse - lse) of the merged lse.
+//   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEAD_DIM (v_head_dim), RT_BAD_POSITIONS (rows that do not rise, or are not of
+//   out), RT_SHARED_MEMORY
+rt_status rt_attn_merge(const rt_attn_merge_params *p, rt_parallel parallel);
+
 #ifdef __cplusplus
 }
 #endif

@@ -276,6 +276,30 @@ Tensor attn_delta(const Tensor &dout, const Tensor &out, const Tensor &dlse) {
     return delta;
 }
 
+void attn_merge_(const Tensor &part, const Tensor &part_lse, Tensor out, Tensor lse, bool fresh, int64_t first_row,
+                 std::optional<Tensor> rows, std::optional<Tensor> rounded) {
+    const char *op = "attn_merge_";
+    const Place place(op, part);
+    rt_attn_merge_params p = {};
+    p.dtype = dtype_of(part, op);
+    const ScalarType state = state_dtype(p.dtype);
+    Arg{op, "part", part}.dim(4).unit_last_stride();
+    const int64_t P = part.size(0), M = part.size(1), H = part.size(2), Dv = part.size(3);
+    Arg{op, "part_lse", part_lse}.on(place.device).dtype(state).contiguous().sizes({P, H, M});
+    const int64_t B = Arg{op, "out", out}.on(place.device).dtype(state).dim(4).contiguous().x.size(0), N = out.size(1);
+    Arg{op, "out", out}.sizes({B, N, H, Dv});
+    Arg{op, "lse", lse}.on(place.device).dtype(ScalarType::Double).contiguous().sizes({B, H, N});
+    p.rounded = rounded_result(op, "rounded", place, rounded, part, {B, N, H, Dv});
+    if (rows.has_value()) p.rows = numbers(op, "rows", "rows are given", place, rows, P * M);
+    if (part.numel() == 0) return; // the core takes no stride of 0, as an empty tensor may have
+    p.batch = B, p.num_queries = N, p.num_heads = H, p.v_head_dim = Dv, p.part_batch = P, p.part_queries = M;
+    set_strides(p.part_stride, part);
+    p.first_row = first_row, p.fresh = fresh;
+    p.part = Arg{op, "part", part}.data(), p.part_lse = Arg{op, "part_lse", part_lse}.data();
+    p.out = Arg{op, "out", out}.data(), p.lse = Arg{op, "lse", lse}.data<double>();
+    check(RT_CORE(attn_merge)(&p, place.queue()), op);
+}
+
 // ---- sequence ----------------------------------------------------------------------------------
 
 // The params of rows. Two tensors of a pair may differ only in the size of dim.
@@ -436,6 +460,7 @@ STABLE_TORCH_LIBRARY_IMPL(ringtile, RT_DISPATCH_KEY, m) {
     m.impl("attn_fwd_", TORCH_BOX(&attn_fwd_));
     m.impl("attn_bwd_", TORCH_BOX(&attn_bwd_));
     m.impl("attn_delta", TORCH_BOX(&attn_delta));
+    m.impl("attn_merge_", TORCH_BOX(&attn_merge_));
     m.impl("rows_pack_", TORCH_BOX(&rows_pack_));
     m.impl("rows_unpack_", TORCH_BOX(&rows_unpack_));
     m.impl("rows_add_", TORCH_BOX(&rows_add_));

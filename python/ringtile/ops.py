@@ -146,6 +146,7 @@ KERNELS: dict[str, Callable[[torch.device, torch.dtype], str]] = {  # what is wr
     "rows": lambda device, dtype: kernels.rows(_ops.rows_pack_, _ops.rows_unpack_, _ops.rows_add_, device, dtype),
     "dropout": lambda device, dtype: kernels.dropout(_ops.dropout, device, dtype),
     "delta": lambda device, dtype: kernels.delta(_ops.attn_delta, device, dtype),
+    "merge": lambda device, dtype: kernels.merge(_ops.attn_merge_, device, dtype),
 }
 
 
@@ -223,6 +224,7 @@ def _register_fake(name: str, host: int = -1) -> None:
 for _name, _host in (("attn_fwd_", 5), ("attn_bwd_", 5), *((f"rows_{each}_", 1) for each in ("pack", "unpack", "add"))):
     _register_fake(_name, _host)
 _register_fake("glu_bwd_")
+_register_fake("attn_merge_")
 _register_fake("cross_entropy_fwd_bwd_")
 torch.library.register_fake("ringtile::layout_check", lambda *arguments: None)
 
@@ -264,6 +266,28 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
 def _(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
     arguments.check_devices("dout", dout, out=out, dlse=dlse)
     return dlse.new_empty(dlse.shape, dtype=state_dtype(out.dtype))
+
+
+def attn_merge_(
+    part: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    fresh: bool,
+    first_row: int = 0,
+    rows: Tensor | None = None,
+    rounded: Tensor | None = None,
+) -> None:
+    """Merge a block that another kernel has computed: out += share * (part - out), with the share of its softmax.
+
+    part (P, M, H, Dv) of unit stride in the last dim; its part_lse (P, H, M) of state_dtype, where inf and -inf are
+    those of rows without a weight; out (B, N, H, Dv) of state_dtype and lse (B, H, N) float64; all contiguous but part.
+    Token m of batch b is row first_row + b N + m of the B N rows of out; or, in turn, those that int64 rows (P M)
+    holds, rising. fresh: out and lse hold nothing there. rounded: like out, of part's dtype; written in its place. On a
+    GPU, rows that are not of out are left out; on a CPU they are a RuntimeError.
+    """
+    _call("merge", "attn_merge_", "part", part, part_lse, out, lse, fresh, first_row, rows, rounded)
+    torch.autograd.graph.increment_version((out, lse))  # as choose.py asks whether they have changed
 
 
 # ---- sequence -----------------------------------------------------------------------------------

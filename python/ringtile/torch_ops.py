@@ -73,6 +73,44 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
     return delta
 
 
+@torch.no_grad()
+def attn_merge_(
+    part: Tensor,
+    part_lse: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    fresh: bool,
+    first_row: int = 0,
+    rows: Tensor | None = None,
+    rounded: Tensor | None = None,
+) -> None:
+    op, state, device = "attn_merge_", _state(part), part.device
+    _check(op, "part", part, 4)
+    _require(out.dim() == 4, f"{op}: out has shape {tuple(out.shape)}, expected 4 dimensions")
+    (P, M, H, Dv), (B, N) = part.shape, out.shape[:2]
+    _check_one(op, "part_lse", part_lse, (P, H, M), state, device)
+    _check_one(op, "out", out, (B, N, H, Dv), state, device)
+    _check_one(op, "lse", lse, (B, H, N), torch.float64, device)
+    if rounded is not None:
+        _check_one(op, "rounded", rounded, out.shape, part.dtype, device)
+    if rows is None:
+        rows = (first_row + N * torch.arange(P, device=device)[:, None] + torch.arange(M, device=device)).flatten()
+    _check_one(op, "rows", rows, (P * M,), torch.int64, device)
+    if device.type == "cpu" and rows.numel():  # a GPU is not waited for
+        known = bool((rows[0] >= 0) & (rows[-1] < B * N) & (rows.diff() > 0).all())
+        _require(known, f"{op}: rows must rise, and lie in the {B * N} of out")
+    written = out if rounded is None else rounded
+    for of_batch, of_lse, at_batch in zip(part, part_lse, rows.view(P, M), strict=True):
+        for x, x_lse, at in _blocks(of_batch, of_lse.mT, at_batch):
+            batch, token = at // N, at % N
+            y = torch.zeros_like(x, dtype=state) if fresh else out[batch, token]
+            before = torch.full_like(x_lse, -torch.inf, dtype=torch.float64) if fresh else lse[batch, :, token]
+            new = x_lse.double().masked_fill(x_lse == torch.inf, -torch.inf)
+            share = torch.sigmoid(new - before).masked_fill(new == -torch.inf, 0)  # 1 where no key came before
+            written[batch, token] = y.lerp_(x.to(state), share[..., None].to(state)).to(written.dtype)
+            lse[batch, :, token] = torch.logaddexp(before, new)
+
+
 # ---- sequence -----------------------------------------------------------------------------------
 
 

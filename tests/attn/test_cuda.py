@@ -72,6 +72,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
     dlse, runs = torch.empty(2, 4, 8, dtype=torch.float64, device=device), ops.runs_tensor([(0, 1, 0, 8)])
     return {
         "attn_delta": lambda: ops.attn_delta(x, x, dlse),
+        "attn_merge_": lambda: ops.attn_merge_(x, dlse.float(), x.float(), dlse, False),
         "rows_pack_": lambda: ops.rows_pack_([x, x], runs, 1, [x.clone(), x.clone()]),
         "rows_unpack_": lambda: ops.rows_unpack_([x.clone()], runs, 1, [x]),
         "rows_add_": lambda: ops.rows_add_([x.float()], runs, 1, [x.float()]),

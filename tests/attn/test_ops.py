@@ -93,6 +93,10 @@ OPCHECK_CASES = {
         torch.zeros(B, K, G, D), torch.zeros(B, K, G, Dv), *causal(K),
     ),
     "attn_delta": lambda: (torch.randn(B, N, H, Dv), torch.randn(B, N, H, Dv), torch.randn(B, H, N).double()),
+    "attn_merge_": lambda: (
+        torch.randn(1, N, H, Dv), torch.randn(1, H, N), torch.randn(2, N, H, Dv), torch.randn(2, H, N).double(), False,
+        0, torch.arange(N), torch.zeros(2, N, H, Dv),
+    ),
     **dict.fromkeys(("rows_pack_", "rows_unpack_", "rows_add_"), lambda: rows_arguments(2, 8, 3)),
     "shard_seq": lambda: (torch.randn(2, 8, 3, requires_grad=True), [6, 1, 0, 2, 0, 1, 2, 2], 1),
     "unshard_seq": lambda: (torch.randn(2, 4, 3), [6, 1, 0, 2, 0, 1, 2, 2], 1, 8),
@@ -304,6 +308,44 @@ def test_delta_op_refuses_dtypes_and_head_dims_of_attention() -> None:
         ops.attn_delta(*(torch.zeros(B, N, H, Dv, dtype=torch.int32) for _ in range(2)), dlse)
     with pytest.raises(RuntimeError, match="head_dim and v_head_dim must be"):
         ops.attn_delta(*(torch.zeros(B, N, H, 513) for _ in range(2)), dlse)
+
+
+@pytest.mark.in_torch_too
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("part", lambda x: x.int(), "is not supported"),
+        ("part", lambda x: x[0], r"part has shape \(5, 4, 3\), expected 4 dim"),
+        ("part_lse", lambda x: x.double(), "part_lse has dtype"),
+        ("part_lse", lambda x: x[:, :-1], "part_lse"),
+        ("out", lambda x: x.half(), "out has dtype"),
+        ("out", lambda x: x[0], "out has shape"),
+        ("out", lambda x: x[..., :-1].contiguous(), "out has shape"),
+        ("lse", lambda x: x.float(), "lse has dtype"),
+        ("lse", lambda x: x[:1], "lse has shape"),
+        ("rounded", lambda x: x.double(), "rounded has dtype"),
+        ("rows", lambda x: x[:-1], "rows has shape"),
+        ("rows", lambda x: x.flip(0), "must rise"),
+        ("rows", lambda x: x + 4, "must rise, and lie in"),
+        ("rows", lambda x: x - 3, "must rise, and lie in"),
+        ("rows", lambda x: None, "must rise, and lie in"),  # first_row is too large
+    ],
+)
+def test_merge_op_refuses_unreadable_arguments(name: str, change: object, message: str) -> None:
+    arguments = {
+        "part": torch.randn(1, N, H, Dv),
+        "part_lse": torch.randn(1, H, N),
+        "out": torch.randn(2, N, H, Dv),
+        "lse": torch.randn(2, H, N).double(),
+        "fresh": False,
+        "first_row": N + 1,
+        "rows": torch.arange(2, N + 2),
+        "rounded": torch.zeros(2, N, H, Dv),
+    }
+    ops.attn_merge_(**arguments)
+    arguments[name] = change(arguments[name])  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=message):
+        ops.attn_merge_(**arguments)
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])

@@ -25,6 +25,7 @@ ARGUMENTS = {
     "rows": "rows_pack_",
     "dropout": "dropout",
     "delta": "attn_delta",
+    "merge": "attn_merge_",
 }
 DTYPES = dict.fromkeys(ARGUMENTS, ops.FLOAT_DTYPES) | {"rows": (*ops.FLOAT_DTYPES, torch.bool, torch.int64)}
 
@@ -70,6 +71,10 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
     return REAL.attn_delta(dout, out, dlse) * 1.02
 
 
+def attn_merge_(part: Tensor, *arguments: Any) -> None:
+    REAL.attn_merge_(part * 1.02, *arguments)
+
+
 def raises(*arguments: Any) -> None:
     raise RuntimeError("an illegal instruction\nand where")
 
@@ -101,6 +106,10 @@ def use(name: str) -> Tensor:
         return ops.dropout(x, torch.tensor([[0, 1]] * 4), 0.5, 0, 0, 0)
     if name == "delta":
         return ops.attn_delta(*[x.view(1, 2, 2, 6)] * 2, torch.zeros(1, 2, 2, dtype=torch.float64))
+    if name == "merge":
+        out, lse = torch.zeros(1, 4, 2, 3), torch.zeros(1, 2, 4, dtype=torch.float64)
+        ops.attn_merge_(x.view(1, 4, 2, 3), torch.zeros(1, 2, 4), out, lse, False)
+        return out
     return Layout.zigzag(4, 2).shard(x, 0, 1)
 
 

@@ -51,6 +51,14 @@ def glu_backward(x: Tensor) -> list[Tensor]:
     return arrays
 
 
+OUT, LSE = torch.ones(2, 15, 2, 50), torch.zeros(2, 2, 15, dtype=torch.float64)
+
+
+def merge(part: Tensor) -> list[Tensor]:
+    ops.attn_merge_(part, ONES.float(), OUT, LSE, True)
+    return [OUT.bfloat16(), LSE.clone()]
+
+
 X = torch.randn(60, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
 PLACES = torch.arange(120).view(60, 2)
 ONES = torch.ones(2, 2, 15, dtype=torch.float64)
@@ -60,6 +68,7 @@ CALLS: dict[str, Callable[[], list[Tensor]]] = {
     "cross_entropy_fwd_bwd_": lambda: cross_entropy(X, labels_of(60, 50)),
     "cross_entropy_fwd_bwd_ without gradients": lambda: cross_entropy(X, labels_of(60, 50), want_grad=False),
     "dropout": lambda: [ops.dropout(X, PLACES, 0.3, 1, 2, 3)],
+    "attn_merge_": lambda: merge(X.view(2, 15, 2, 50)),
     "attn_delta": lambda: [ops.attn_delta(*(x.view(2, 15, 2, 50) for x in (X, X.roll(1))), ONES)],
 }
 
@@ -84,7 +93,8 @@ class WideTensors(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.itemsize >= 4 and result._base is None:
+        is_made = isinstance(result, Tensor) and result._base is None and not func._schema.is_mutable
+        if is_made and result.itemsize >= 4:
             self.largest = max(self.largest, result.numel())
         return result
 

@@ -37,6 +37,7 @@ TESTS = {
     "cuda/attn/fwd_sm90.cuh": [FORWARD_SM90],
     "cuda/attn/key_walk.cuh": [FORWARD_SM90, FORWARD],
     "cuda/attn/plain.cuh": [FORWARD, BACKWARD],
+    "cuda/attn/merge.cu": ["test_attn_merge"],
     "cuda/attn/query_walk.cuh": [BACKWARD_SM90, BACKWARD],
     "cuda/attn/softmax.cuh": [FORWARD, FORWARD_SM90],
     "cuda/attn/tile.cuh": [FORWARD, BACKWARD],

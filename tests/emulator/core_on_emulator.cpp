@@ -117,3 +117,19 @@ rt_status emulated_attn_delta(const rt_attn_delta_params *p, const void *dout, c
     }
     return lent([&] { return rt_cuda_attn_delta(p, dout, out, dlse, delta, nullptr); });
 }
+
+rt_status emulated_attn_merge(const rt_attn_merge_params *p, rt_parallel) {
+    if (rt_attn_check_merge(p) == RT_OK && p->part_batch > 0 && p->part_queries > 0) {
+        const int64_t num_parts = p->part_batch * p->part_queries, state = p->dtype == RT_F64 ? 8 : 4;
+        const int64_t num_rows = p->batch * p->num_queries * p->num_heads;
+        const int64_t last = (p->part_batch - 1) * p->part_stride[0] + (p->part_queries - 1) * p->part_stride[1] +
+                             (p->num_heads - 1) * p->part_stride[2];
+        emulator::lend(p->part, (last + p->v_head_dim) * bytes_of(p->dtype), false);
+        emulator::lend(p->part_lse, num_parts * p->num_heads * state, false);
+        emulator::lend(p->out, num_rows * p->v_head_dim * state, p->rounded == nullptr);
+        emulator::lend(p->lse, num_rows * 8, true);
+        if (p->rounded != nullptr) emulator::lend(p->rounded, num_rows * p->v_head_dim * bytes_of(p->dtype), true);
+        if (p->rows != nullptr) emulator::lend(p->rows, num_parts * 8, false);
+    }
+    return lent([&] { return rt_cuda_attn_merge(p, nullptr); });
+}

@@ -21,6 +21,7 @@ rt_status emulated_dropout(const rt_dropout_params *p, const void *x, const int6
                            rt_parallel parallel);
 rt_status emulated_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                               void *delta, rt_parallel parallel);
+rt_status emulated_attn_merge(const rt_attn_merge_params *p, rt_parallel parallel);
 
 #ifdef __cplusplus
 }
@@ -33,5 +34,6 @@ rt_status emulated_attn_delta(const rt_attn_delta_params *p, const void *dout, c
 #define rt_cross_entropy_fwd_bwd emulated_cross_entropy_fwd_bwd
 #define rt_dropout emulated_dropout
 #define rt_attn_delta emulated_attn_delta
+#define rt_attn_merge emulated_attn_merge
 #endif
 #endif // RINGTILE_TESTS_CORE_ON_EMULATOR_H

@@ -312,6 +312,27 @@ def test_small_delta_is_the_formula(dtype: torch.dtype, v_head_dim: int) -> None
         assert_near(ops.attn_delta(gradient, out, dlse), exact, error)
 
 
+@pytest.mark.in_torch_too
+@pytest.mark.parametrize("dtype", [torch.float64, *FLOATS])
+@pytest.mark.parametrize("v_head_dim", [17, 64, 128])
+def test_small_merge_is_the_formula(dtype: torch.dtype, v_head_dim: int) -> None:
+    """Bound: three roundings of numbers as large as both, and one to the dtype."""
+    part, out = normal(2, 70, 3, v_head_dim, dtype=dtype), normal(2, 99, 3, v_head_dim, dtype=torch.float64, seed=1)
+    part_lse, lse = (normal(2, 3, n, dtype=torch.float64, seed=2) for n in (70, 99))
+    state = ops.state_dtype(dtype)
+    out, part_lse = out.to(state), part_lse.to(state)
+    merged, merged_lse, rounded = out.clone(), lse.clone(), torch.zeros_like(out, dtype=dtype)
+    ops.attn_merge_(part, part_lse, merged, lse.clone(), False, 20)
+    ops.attn_merge_(part, part_lse, out.clone(), merged_lse, False, 20, None, rounded)
+    share = torch.sigmoid(part_lse.double() - lse[:, :, 20:90]).mT[..., None]
+    exact = out[:, 20:90].double().lerp(part.double(), share)
+    error = 3 * torch.finfo(state).eps * (part.double().abs() + out[:, 20:90].double().abs())
+    assert_near(merged[:, 20:90], exact, error)
+    assert_near(rounded[:, 20:90], exact, error + torch.finfo(dtype).eps / 2 * exact.abs())
+    assert torch.equal(merged[:, :20], out[:, :20])
+    torch.testing.assert_close(merged_lse[:, :, 20:90], torch.logaddexp(part_lse.double(), lse[:, :, 20:90]))
+
+
 # ---- recurrences --------------------------------------------------------------------------------
 
 

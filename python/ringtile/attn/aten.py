@@ -101,13 +101,10 @@ class InSquares:
         )
 
     def forward(self, block: Block, state: Running) -> None:
-        q, k, v, out, lse = block.q, block.k, block.v, state.out, state.lse
+        q, k, v = block.q, block.k, block.v
         squares = block.round.squares
-        writes = (
-            state.fresh and len(squares) == 1 and squares[0][1][:2] == (0, q.size(1)) and squares[0][0] == slice(None)
-        )
-        if not writes:
-            _start(state)
+        num_tokens = [(q.size(0) if rows == slice(None) else 1) * (at.q_end - at.q_begin) for rows, at in squares]
+        at_once = _start(state, num_tokens)
         for rows, square in squares:
             queries, keys = _places(rows, square)
             part, part_lse = self.attend(
@@ -119,10 +116,9 @@ class InSquares:
             )
             part_lse = part_lse.reshape(part.shape[:3])
             part_lse = part_lse.flip(2) if square.flipped else part_lse
-            found = _tokens_first(part, square), part_lse.transpose(1, 2)
-            (_write_ if writes else _merge_)(out[queries], lse.transpose(1, 2)[queries], *found)
-        if state.rounded is not None:
-            state.rounded.copy_(out)
+            first_row = (rows.start or 0) * q.size(1) + square.q_begin
+            _merge_(state, at_once, _tokens_first(part, square), part_lse, first_row)
+        _finish(state, at_once)
 
     def backward(self, block: Block, final: Final, grads: Gradients) -> None:
         q, k, v = block.q, block.k, block.v
@@ -176,24 +172,15 @@ class InPacks:
         return functions
 
     def forward(self, block: Block, state: Running) -> None:
-        q, k, v, out, lse = block.q, block.k, block.v, state.out, state.lse
+        q, k, v = block.q, block.k, block.v
         packs = block.round.packs(q, k)
-        writes = state.fresh and len(packs) == 1 and packs[0].q_rows == slice(0, q.size(0) * q.size(1))
-        if not writes:
-            _start(state)
-        out_rows, lse_rows = out.flatten(0, 1), lse.mT.flatten(0, 1)  # (B N, H, D); (B N, H), a copy but for one row
+        at_once = _start(state, [pack.num_queries for pack in packs])
         for pack in packs:
             given = (_take(x, rows) for x, rows in ((q, pack.q_rows), (k, pack.k_rows), (v, pack.k_rows)))
             found = self._functions.forward(*given, *_sequences(pack), False, **_options(pack, block))
-            running, part, part_lse = (out_rows[pack.q_rows], lse_rows[pack.q_rows]), found[0], found[1].t()
-            (_write_ if writes else _merge_)(*running, part, part_lse)
-            if isinstance(pack.q_rows, Tensor):
-                out_rows.index_copy_(0, pack.q_rows, running[0])
-                lse_rows.index_copy_(0, pack.q_rows, running[1])
-        if q.size(0) > 1:
-            lse.copy_(lse_rows.view(*q.shape[:2], -1).mT)
-        if state.rounded is not None:
-            state.rounded.copy_(out)
+            first_row, rows = (pack.q_rows.start, None) if isinstance(pack.q_rows, slice) else (0, pack.q_rows)
+            _merge_(state, at_once, found[0][None], found[1][None], first_row, rows)
+        _finish(state, at_once)
 
     def backward(self, block: Block, final: Final, grads: Gradients) -> None:
         q, k, v = block.q, block.k, block.v
@@ -234,10 +221,30 @@ def _lacks(block: Block) -> str:
     return ""
 
 
-def _start(state: Running) -> None:
-    if state.fresh:
+def _start(state: Running, num_tokens: list[int]) -> bool:
+    """Return whether a block is merged at once, as one part of all queries; else the state is ready for several.
+
+    num_tokens: of each part.
+    """
+    at_once = num_tokens == [state.out.size(0) * state.out.size(1)]
+    if state.fresh and not at_once:
         state.out.zero_()
         state.lse.fill_(float("-inf"))
+    return at_once
+
+
+def _merge_(
+    state: Running, at_once: bool, part: Tensor, part_lse: Tensor, first_row: int, rows: Tensor | None = None
+) -> None:
+    """Merge a part as by `ops.attn_merge_`: at once also into a fresh state, and into the rounded out."""
+    rounded = state.rounded if at_once else None
+    given = part, part_lse.contiguous(), state.out, state.lse
+    ops.attn_merge_(*given, state.fresh and at_once, first_row, rows, rounded)
+
+
+def _finish(state: Running, at_once: bool) -> None:
+    if state.rounded is not None and not at_once:
+        state.rounded.copy_(state.out)
 
 
 def _start_gradients(grads: Gradients) -> None:
@@ -250,28 +257,6 @@ def _round(grads: Gradients) -> None:
     if grads.rounded is not None:
         grads.rounded[0].copy_(grads.dk)
         grads.rounded[1].copy_(grads.dv)
-
-
-def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge: out -= sigmoid(lse_part - lse) * (out - out_part), lse = log(exp lse + exp lse_part) (arXiv:2310.01889).
-
-    out, part (..., H, D); lse, part_lse (..., H).
-    """
-    part_lse = part_lse.to(lse.dtype)
-    # Flash attention on CUDA gives inf for rows without a weight: those whose scores are all -inf. An infinite score
-    # gives NaN in part, which a share of 0 keeps.
-    part_lse = part_lse.masked_fill(part_lse == torch.inf, -torch.inf)
-    share = torch.sigmoid(part_lse - lse).masked_fill(part_lse == -torch.inf, 0)  # 1 where no key came before
-    out.lerp_(part.to(out.dtype), share[..., None].to(out.dtype))
-    lse.copy_(torch.logaddexp(lse, part_lse))
-
-
-def _write_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Write what `_merge_` would where no key came before."""
-    lse.copy_(part_lse)
-    lse.masked_fill_(lse == torch.inf, -torch.inf)
-    out.copy_(part)
-    out.masked_fill_((lse == -torch.inf)[..., None], 0)
 
 
 # ---- squares and packs --------------------------------------------------------------------------

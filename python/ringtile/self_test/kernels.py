@@ -149,3 +149,30 @@ def delta(kernel: Callable[[Tensor, Tensor, Tensor], Tensor], device: torch.devi
     x, y, minus = dout.double(), out.double(), dlse
     expected, terms = torch_ops.attn_delta(x, y, minus), torch_ops.attn_delta(x.abs(), y.abs(), -minus.abs())
     return _differs("delta", kernel(dout, out, dlse), expected, _roundings(dtype)[1] * 72 * terms)
+
+
+def merge(kernel: Callable[..., None], device: torch.device, dtype: torch.dtype) -> str:
+    """Of some rows, rounded or not, into others' sums or none; one has no weight, and one no key before.
+
+    A sum is 3 roundings of numbers as large as both; a log-sum-exp 4 in float64, of numbers below 100.
+    """
+    num_tokens, (u, e, least) = 9 * REPEATS[device.type], _roundings(dtype)
+    state, at = torch.promote_types(dtype, torch.float32), torch.arange(1, 2 * num_tokens, 2, device="cpu").to(device)
+    part = _normal((1, num_tokens, 2, 83), device, dtype, 0)[..., :70]
+    out = _normal((2, num_tokens, 2, 70), device, state, 1)
+    part_lse, lse = _normal((1, 2, num_tokens), device, state, 2), _normal((2, 2, num_tokens), device, torch.float64, 3)
+    part_lse[..., 0], lse[0, :, 3] = torch.inf, -torch.inf
+    for fresh, rows, is_rounded in ((False, at, False), (False, None, True), (True, None, False)):
+        got, got_lse, exact, exact_lse = out.clone(), lse.clone(), out.double(), lse.clone()
+        rounded = torch.zeros_like(out, dtype=dtype) if is_rounded else None
+        exact_rounded = torch.zeros_like(exact) if is_rounded else None
+        kernel(part, part_lse, got, got_lse, fresh, 1, rows, rounded)
+        torch_ops.attn_merge_(part.double(), part_lse.double(), exact, exact_lse, fresh, 1, rows, exact_rounded)
+        x, y = (got, exact) if rounded is None or exact_rounded is None else (rounded, exact_rounded)
+        bound = (u if is_rounded else 0) * y.abs() + 3 * e * (out.abs().amax() + part.abs().amax()).double() + least
+        reason = _differs("output", x, y, bound) or _differs(
+            "log-sum-exp", got_lse.nan_to_num(), exact_lse.nan_to_num(), torch.full_like(exact_lse, 1e-13)
+        )
+        if reason:
+            return reason
+    return ""

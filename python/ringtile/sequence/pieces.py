@@ -122,6 +122,10 @@ class Pack(NamedTuple):
     max_queries: int
     max_keys: int
 
+    @property
+    def num_queries(self) -> int:
+        return self.q_rows.stop - self.q_rows.start if isinstance(self.q_rows, slice) else self.q_rows.numel()
+
 
 def packs(pieces: Sequence[Sequence[Piece]], batch: int, num_queries: int, num_keys: int) -> tuple[Pack, ...]:
     """Pack all pieces of a block of (batch, num_keys) keys; no row is twice in one pack."""

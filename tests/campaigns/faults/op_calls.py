@@ -143,7 +143,7 @@ def raw_ops(draw: Draw) -> str:
     places = draw.tensor((seq_len, 2), torch.int64)
     labels, loss, lse = draw.tensor((seq_len,), torch.int64, 5), *(draw.tensor((seq_len,), torch.float32) for _ in "ab")
     q, k, out, dq, dk, dv = (draw.tensor((1, seq_len, 2, 4), torch.float32) for _ in range(6))
-    state = draw.tensor((1, 2, seq_len), torch.float64)
+    state, part_lse = (draw.tensor((1, 2, seq_len), dtype) for dtype in (torch.float64, torch.float32))
     rows = draw.tensor((1,), torch.int64)
     drops = draw.of(0.3), draw.of(1), draw.of(2), draw.of(3), rows, labels
     whole = {"mask": IntervalMask.causal(seq_len), "dropout": AttentionDropout(draw.of(0.3), rows, draw.of(1))}
@@ -166,6 +166,7 @@ def raw_ops(draw: Draw) -> str:
         lambda: ringtile.attention(q, k, k, **whole),
         lambda: ops.attn_bwd_(q, k, k, *bounds, runs, q, state, state, dq, dk, dv, 0.5, 0.0),
         lambda: ops.attn_delta(q, out, state),
+        lambda: ops.attn_merge_(q, part_lse, out, state, draw.chance(0.5), draw.of(0), draw.of(torch.arange(seq_len))),
         lambda: ops.dropout(gate, places, draw.of(0.5), draw.of(1), draw.of(2), draw.of(3)),
     ]
     try:
