@@ -61,7 +61,8 @@ class SocketChannel:
         self._parts = dict.fromkeys(sockets, b"")  # the part of a header that has arrived
         self._sends_last = threading.Lock()  # the thread that passes news on, and the rank's own
         for connection in sockets.values():
-            connection.setblocking(False)
+            connection.setblocking(True)
+            _wait_for_room(connection, timeout_seconds)
             if connection.family != socket.AF_UNIX:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.free = weakref.finalize(self, close_all, sockets.values())
@@ -75,23 +76,32 @@ class SocketChannel:
         """
         for peer in peers:
             try:
-                _send(self._sockets[peer], header, self._timeout_seconds)
+                self._sockets[peer].sendall(header)
             except ConnectionError:  # noqa: PERF203
                 pass
             except OSError as error:
-                raise PeerGoneError(peer, _reason(error)) from None
+                raise PeerGoneError(peer, f"it reads nothing: {_reason(error)}") from None
 
     def send_last(self, header: bytes) -> None:
-        """Send it to every peer that can still be reached, at once or not at all."""
+        """Send it to every peer that can still be reached, at once or not at all.
+
+        A peer that reads no more, so that part of it has no room, finds its connection ended instead of a part: what
+        came next would be read as the rest of it.
+        """
         for connection in self._sockets.values():
             with self._sends_last, contextlib.suppress(OSError):
-                _send(connection, header, 0.0)
+                if (sent := connection.send(header, socket.MSG_DONTWAIT)) < len(header):
+                    _wait_for_room(connection, _ROOM_SECONDS)
+                    try:
+                        connection.sendall(header[sent:])
+                    except OSError:
+                        connection.shutdown(socket.SHUT_WR)
 
     def receive(self, peer: int) -> bytes | None:
         """Return the next header of a peer, if it has arrived. PeerGoneError: the peer has closed and all is read."""
         part = self._parts[peer]
         try:
-            arrived = self._sockets[peer].recv(HEADER_BYTES - len(part))
+            arrived = self._sockets[peer].recv(HEADER_BYTES - len(part), socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
         except OSError as error:
@@ -122,25 +132,9 @@ class SocketChannel:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _send(connection: socket.socket, header: bytes, seconds: float) -> None:
-    """Send it. seconds: to wait for room; 0: a header without any room is not sent.
-
-    Raises TimeoutError, and ends a connection that has room for a part of a header alone: what came next would be read
-    as the rest of it.
-    """
-    sent, until = 0, time.monotonic() + (seconds or _ROOM_SECONDS)
-    while sent < len(header):
-        try:
-            sent += connection.send(header[sent:])
-        except BlockingIOError:  # noqa: PERF203
-            if not sent and not seconds:
-                return
-            left = until - time.monotonic()
-            poll = select.poll()
-            poll.register(connection, select.POLLOUT)
-            if left <= 0 or not poll.poll(left * 1000):
-                connection.shutdown(socket.SHUT_WR)
-                raise TimeoutError("timed out") from None
+def _wait_for_room(connection: socket.socket, seconds: float) -> None:
+    """Let the kernel wait for room in a send for so long."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod(int(seconds * 1e6), 10**6)))
 
 
 # A forked process, such as a DataLoader worker, would keep the connections of a rank that dies.
@@ -185,31 +179,26 @@ def _carry(store: Store, rank: int, peers: list[int], inside: SocketChannel, tim
     num_sent, num_received = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0)
     last, hung_up = time.monotonic(), False
     while not hung_up:
-        try:
-            for peer in peers:
-                try:
-                    while (header := inside.receive(peer)) is not None:
-                        store.set(f"{rank}>{peer}/{num_sent[peer]}", header)  # type: ignore[arg-type]
-                        num_sent[peer] += 1
-                        last = time.monotonic()
-                except PeerGoneError:
-                    hung_up = True
-                key = f"{peer}>{rank}/{num_received[peer]}"
-                if not hung_up and store.check([key]):
+        for peer in peers:
+            try:
+                while (header := inside.receive(peer)) is not None:
+                    store.set(f"{rank}>{peer}/{num_sent[peer]}", header)  # type: ignore[arg-type]
+                    num_sent[peer] += 1
+                    last = time.monotonic()
+                if store.check([key := f"{peer}>{rank}/{num_received[peer]}"]):
                     inside.send(store.get(key), (peer,))
                     store.delete_key(key)
                     num_received[peer] += 1
                     last = time.monotonic()
-        except RuntimeError as error:
-            reason = f"the store of the group has ended: {str(error).splitlines()[0]}"
-            for peer in peers:
-                inside.send(announcement(reason, peer), (peer,))
-            return
+            except PeerGoneError:  # noqa: PERF203
+                hung_up = True
+            except RuntimeError as error:
+                inside.send_last(announcement(f"the store of the group has ended: {str(error).splitlines()[0]}", peer))
+                return
         idle = time.monotonic() - last
-        with contextlib.suppress(PeerGoneError):  # nobody waits longer than the timeout
-            inside.wait(
-                peers, min(max(idle / 4, _LOOK_SECONDS[0]), _LOOK_SECONDS[1]) if idle < timeout_seconds else 3600
-            )
+        pause = min(max(idle / 4, _LOOK_SECONDS[0]), _LOOK_SECONDS[1]) if idle < timeout_seconds else 3600.0
+        with contextlib.suppress(PeerGoneError):  # nobody waits for a header longer than the timeout
+            inside.wait(peers, pause)
 
 
 # ---- meeting in the store -----------------------------------------------------------------------

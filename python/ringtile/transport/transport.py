@@ -99,10 +99,9 @@ class Transport(abc.ABC):
         self._agreed: dict[object, Terms] = {}
         self._headers: Headers | None = None  # from the first call on
         self.detector = FailureDetector(rank)
-        self._told = False  # whether the others know why this rank fails
         self._behind = False  # whether headers of this call are still to be compared, before a payload is used
         self._under_way: set[Exchange] = set()  # of this call
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = None  # of which the others have heard
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
@@ -168,7 +167,6 @@ class Transport(abc.ABC):
                 self._failure = error if error.breaks_group else None
                 raise
             except BaseException as error:
-                self._failure = error
                 self.give_up(error)
                 raise
             finally:
@@ -236,13 +234,13 @@ class Transport(abc.ABC):
 
     def give_up(self, error: BaseException) -> None:
         """Tell the others why, and end this rank's messages: none of them waits for it any longer."""
-        if not self._told:
+        if self._failure is None:
+            self._failure = error
             self._tell(Loss(self.rank, with_kind(error)))
         self.hang_up()
 
     def _tell(self, loss: Loss) -> None:
-        """Tell the others who is lost: this rank, or one that it waits for. They hear it once."""
-        self._told = True
+        """Tell the others who is lost: this rank, or one that it waits for."""
         self.detector.fail(loss.reason, loss.rank)
         if self._headers is not None:
             self._headers.announce(loss.reason, loss.rank)
@@ -335,8 +333,7 @@ class Transport(abc.ABC):
         """Return the error for peers that are gone, which blames the rank that was lost first."""
         suspects, reason = sorted({each.peer for each in gone}), gone[0].reason
         found = Loss(suspects[0], reason) if len(suspects) == 1 else None
-        if not self._told:
-            self._told = True
+        if self._failure is None:
             self.detector.fail(reason)  # at once: the others may be asking the same
             found = self.detector.find(found, reason, _SEARCH_SECONDS)
             if found is not None:
@@ -347,6 +344,7 @@ class Transport(abc.ABC):
             f"the cause"
         )
         error.rank = suspects[0] if found is None else found.rank
+        self._failure = self._failure or error
         return error
 
     @abc.abstractmethod
