@@ -100,7 +100,7 @@ def _training() -> Names:
     torch.manual_seed(0)
     model, batches = _Model().double(), [torch.randint(VOCAB, (2, S)) for _ in range(2)]
     copies = {"alone": copy.deepcopy(model), "whole": [batch.clone() for batch in batches]}
-    return {"model": model, "batches": batches, "cp_size": W, **copies}
+    return {"model": model, "batches": batches, "dp_size": 1, "cp_size": W, **copies}
 
 
 def _trains_as_one_process(names: Names) -> None:
