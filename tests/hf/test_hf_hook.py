@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import ringtile
 import torch
+import torch.distributed as dist
 from hf_models import hybrid, tiny_model
 from hf_training import make_trainer
 from losses import LastThird
@@ -26,6 +27,7 @@ from ringtile.hf.features import dropout, recurrent
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.patches import Patches
 from ringtile.sequence.layout import Layout
+from ringtile.transport.groups import transport_of
 from transformers import Trainer, TrainerCallback
 
 from tools.models.tiny_images import image_model
@@ -216,6 +218,9 @@ def _touched_by(options, config):
     callback = given.pop("callback", TrainerCallback)
     trainer = make_trainer(**given)
     trainer.add_callback(callback)
+    if dist.is_initialized():  # the connections between the ranks of a world outlast its Trainers
+        with transport_of(dist.group.WORLD).agree("test", {}):
+            pass
     before = _touchable(trainer)
     ringtile.enable(trainer, config)
     touched = _differences(before, _touchable(trainer))
