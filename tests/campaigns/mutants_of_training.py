@@ -447,9 +447,9 @@ MUTANTS = [
     ),
     Mutant(
         "axolotl: shards are sharded once more",
-        "python/ringtile/hf/checks.py",
-        "    _check_one_partition(trainer)\n",
-        "",
+        "python/ringtile/hf/trainers.py",
+        "on_mesh and any(",
+        "any(",
         "tests/hf/test_hf_axolotl.py -k second_partition",
     ),
     Mutant(

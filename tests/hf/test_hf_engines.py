@@ -100,48 +100,6 @@ def test_model_loaded_in_shards_equals_one_process(tmp_path):
         assert_equal_training(run, expected)
 
 
-BOTH = {"lora": True, "gradient_checkpointing": True}
-OLD, FIRST = "0.19.2", "0.19.3"
-# A version of DeepSpeed, and how it trains. Only checkpoints that compare tensors meet its bug.
-REFUSED = [(OLD, BOTH), ("0.9.5", BOTH)]
-ACCEPTED = [
-    (FIRST, BOTH),
-    ("0.19.10", BOTH),  # as a text it would be older
-    (OLD, {"lora": True}),
-    (OLD, {"gradient_checkpointing": True}),
-    (OLD, {**BOTH, "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
-]
-
-
-def _refusals_of_deepspeed():
-    """What `enable` says under ZeRO-3 in each case."""
-    import deepspeed
-
-    said = []
-    for version, options in REFUSED + ACCEPTED:
-        with engine_arguments("ZeRO-3") as arguments, mock.patch.object(deepspeed, "__version__", version):
-            trainer = make_trainer(**arguments, **options)
-            before = dict(vars(trainer))
-            try:
-                ringtile.enable(trainer, SIZE_TWO)
-                ringtile.restore(trainer)
-                said.append("")
-            except ringtile.RefusedError as error:
-                assert vars(trainer) == before
-                said.append(str(error))
-    return said
-
-
-def test_deepspeed_that_frees_frozen_weights_too_early_is_refused():
-    needs_deepspeed()
-    pytest.importorskip("peft")
-    for refusals in run_ranks(2, _refusals_of_deepspeed):
-        for (version, _), refusal in zip(REFUSED, refusals, strict=False):
-            assert f"deepspeed {version} under ZeRO-3 with gradient checkpointing and frozen weights" in refusal
-            assert "expected deepspeed >= 0.19.3" in refusal
-        assert refusals[len(REFUSED) :] == [""] * len(ACCEPTED)
-
-
 @dataclasses.dataclass(frozen=True)
 class AllOfOneLength:
     """Pads to 24 tokens with position ids and without a mask: DeepSpeed gathers what its ranks read."""

@@ -121,6 +121,7 @@ TRAINER = [
         "an epoch's last batch, clipping, cosine", {**LAST_BATCHES, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine"}
     ),
     Cell("a stream of datasets", made=stream),
+    Cell("a stream that rank 0 would deal out", {"accelerator_config": {"dispatch_batches": True}}, made=stream),
     Cell(
         "a collator that draws, evaluated first",
         {

@@ -12,6 +12,7 @@ from hf_training import Padded, Stream, make_rows, make_trainer, packed
 from losses import AsTuple, LastThird
 from ringtile.hf.random_draws import RandomDraws
 from test_hf_dropout import REFUSED as OF_DROPOUT
+from test_hf_exact import bart
 from test_hf_exact_models import Labelled, PackedIn
 from torch import nn
 from torch.nn import functional
@@ -74,6 +75,11 @@ RUNS = [
     Refusal("a dispatching loader", "the data loader dispatches batches from rank 0", use=dispatching_loader),
     of_change("has 2 layers but called ringtile's attention 1 times", without_ring, config=UNPROVED),
     of_change("does not hand shift_labels to self.loss_function", own_loss),
+    Refusal(
+        "a model that shifts labels itself",
+        "BartForCausalLM does not hand shift_labels to self.loss_function",
+        made=lambda: {"model": bart()["model"]},
+    ),
     Refusal(
         "a hole in attention_mask",
         "row 0, query 4 needs the keys [0, 3), [4, 5)",

@@ -13,7 +13,7 @@ from hf_models import tiny_model
 from hf_training import TOLERANCE, Padded, assert_equal_training, make_trainer, train
 from kernels_off import kernels_off
 from pool import run_ranks
-from ringtile.hf import attention, checks
+from ringtile.hf import attention, trainers
 
 CONFIG = {"context_parallel_size": 2}
 
@@ -122,12 +122,12 @@ def test_warns_once_of_positions_beyond_those_of_an_unscaled_model() -> None:
 @pytest.mark.parametrize(("version", "times"), [("5.25.0.dev0", 1), ("6.0", 1), ("5.24.9", 0)])
 def test_a_release_that_was_not_tried_is_said_once(version, times, caplog, monkeypatch):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
-    checks.warn_of_unproved.cache_clear()
+    trainers.warn_of_unproved.cache_clear()
     with caplog.at_level("WARNING", logger="ringtile"):
         for _ in range(2):
             trainer = make_trainer()
             ringtile.enable(trainer, {"tiled_mlp": True})
             ringtile.restore(trainer)
-    checks.warn_of_unproved.cache_clear()
+    trainers.warn_of_unproved.cache_clear()
     said = f"transformers {version} is newer than the releases that ringtile was tried with"
     assert sum(said in record.getMessage() for record in caplog.records) == times

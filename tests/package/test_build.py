@@ -16,7 +16,7 @@ import ringtile
 from packaging.requirements import Requirement
 from pool import run_program
 from ringtile.errors import EXTRAS
-from ringtile.hf import checks
+from ringtile.hf import trainers
 from setuptools._distutils.filelist import FileList
 
 PACKAGE = pathlib.Path(ringtile.__file__).parent
@@ -401,6 +401,6 @@ def test_what_messages_say_of_extras_is_what_pyproject_has() -> None:
     hf, train = packages["hf"], packages["train"]
     assert train[0] == "ringtile[hf]"
     assert {"hf": shlex.join(hf), "train": shlex.join(hf + train[1:])} == EXTRAS
-    for package in map(Requirement, checks._PROVED):
+    for package in map(Requirement, trainers.PROVED):
         end = next(bound.version for bound in package.specifier if bound.operator == "<")
         assert {*re.findall(rf'"{package.name}>=[^"]*?<([\d.]+)', text)} == {end}

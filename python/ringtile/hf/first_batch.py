@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
 from ringtile.errors import RefusedError, RingtileError
 from ringtile.first_batch.compare import Comparison
@@ -27,6 +26,7 @@ from ringtile.first_batch.trace import Trace
 from ringtile.first_batch.unchanged import Unchanged, without_checkpoints
 from ringtile.hf.cut import cut_batch
 from ringtile.hf.keys import key_of_tree
+from ringtile.hf.model import inside_engine
 from ringtile.hf.peers import of_a_collective
 from ringtile.hf.strategy import LossOf, Strategy
 from ringtile.tiled.tiles import at_most
@@ -78,7 +78,7 @@ class FirstBatch:
         if self._strategy.trace is not None or self._trained or (self._evaluated and not in_training):
             return
         self._trained, self._evaluated = in_training, True
-        began, inner = time.perf_counter(), _without_engine(model)
+        began, inner = time.perf_counter(), inside_engine(model)
         # What the user has wrapped around the call (a checkpoint, offloading) keeps its own tensors only.
         own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with own_tensors, without_checkpoints(inner), torch.compiler.set_stance("force_eager"):
@@ -222,14 +222,6 @@ def _failed(error: Exception, place: str, whole: bool) -> RefusedError:
         f"{place or 'the model'} fails on a shard of the first batch ({reason}); expected a module that makes no "
         f"attention mask of its own, of which a shard has none, and no tensor of the length of the sequence"
     )
-
-
-def _without_engine(model: nn.Module) -> nn.Module:
-    """The module inside DDP or DeepSpeed, whose own passes would prepare a reduction of gradients. FSDP2 wraps none."""
-    inner: Any = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    is_wrapped = isinstance(inner, DistributedDataParallel) or type(inner).__name__ == "DeepSpeedEngine"
-    module: nn.Module = inner.module if is_wrapped else inner
-    return module
 
 
 def _copy(value: Any) -> Any:

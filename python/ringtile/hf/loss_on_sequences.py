@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ringtile.errors import RefusedError
 from ringtile.first_batch.outputs import sum_of_outputs
-from ringtile.hf import checks, model
+from ringtile.hf import model
 from ringtile.hf.batch import ShardedBatch, active, main_input
 from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.random_draws import RandomDraws
@@ -32,8 +33,13 @@ class LossOnSequences(Strategy):
     """Shards the inputs of every model that the Trainer's loss or evaluation calls, and unshards the outputs."""
 
     def check(self) -> None:
-        checks.check_not_compiled(self.trainer)
-        checks.check_model(self.base, classifier=has_score(self.base), proved=self.config.first_batch_check)
+        if self.trainer.args.torch_compile:
+            raise RefusedError(
+                f"{type(self.trainer).__name__} computes its loss from the outputs of full sequences and uses "
+                f"torch_compile; expected only one of the two: the hooks that shard and unshard have not been shown to "
+                f"survive compilation"
+            )
+        model.check_model(self.base, classifier=has_score(self.base), proved=self.config.first_batch_check)
 
     @property
     def entry(self) -> nn.Module:

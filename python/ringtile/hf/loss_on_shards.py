@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,10 +17,11 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from ringtile.errors import RefusedError
-from ringtile.hf import checks
+from ringtile.hf import trainers
 from ringtile.hf.batch import ShardedBatch, active, active_batch
 from ringtile.hf.group import accelerate_knows_groups, exchanged
-from ringtile.hf.model_loss import check_loss, watch_loss
+from ringtile.hf.model import check_model
+from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.patches import Patches
 from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy
@@ -29,10 +31,19 @@ class LossOnShards(Strategy):
     """Shards the batch on the way into `compute_loss`, and scales the loss of the shard."""
 
     def check(self) -> None:
-        checks.check_mean_over_targets(self.trainer, self.base)
-        checks.check_model(self.base, proved=self.config.first_batch_check)
-        if checks.uses_model_loss(self.trainer):
-            check_loss(self.base)
+        trainer, reason = self.trainer, "a mean over each shard is not the mean over the sequence"
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(self.base.forward).parameters.values())
+        if not takes_any and not getattr(self.base, "accepts_loss_kwargs", False):
+            raise RefusedError(
+                f"{type(self.base).__name__} does not take num_items_in_batch (its forward has no **kwargs); expected "
+                f"a model that hands **kwargs to self.loss_function: {reason}"
+            )
+        # Others (axolotl's) may set it to false: ringtile hands the model the number of targets.
+        if not trainer.model_accepts_loss_kwargs and trainers.home(trainer, "compute_loss").__module__ == trainers.SFT:
+            raise RefusedError(
+                f"{type(trainer).__name__} sets model_accepts_loss_kwargs to false; expected true: {reason}"
+            )
+        check_model(self.base, proved=self.config.first_batch_check)
 
     @property
     def entry(self) -> nn.Module:
@@ -44,7 +55,7 @@ class LossOnShards(Strategy):
         self.last_batch: ShardedBatch | None = None
         self.counts_ranks = False  # whether the Trainer has counted the items of every rank of a group
         self.draws = RandomDraws(self.base)
-        self.watches_loss = checks.uses_model_loss(trainer)
+        self.watches_loss = trainers.uses_model_loss(trainer)
         self.patches.wrap(trainer, "compute_loss", self._compute_loss)
         self.patches.wrap(trainer, "prediction_step", self._prediction_step)
         if trainer.label_smoother is not None:
@@ -163,14 +174,14 @@ class LossOnShards(Strategy):
         wanted = self.group.data_size if num_items_given and self._trainer_factor() > 1 else 1
         return wanted / self._trainer_factor()
 
-    def _smooth_labels(self, original: Callable[..., Any], outputs: Any, labels: Tensor, **kwargs: Any) -> Any:
+    def _smooth_labels(self, original: Callable[..., Any], model_output: Any, labels: Tensor, **kwargs: Any) -> Any:
         """The original without its shift: the labels were shifted before they were sharded.
 
         On a whole batch, to prove the first one, as in one process: by the name that FSDP2 gives the model's class, the
         Trainer takes it for one that does not shift.
         """
         shifts = active_batch() is None and self.shifts_labels
-        return original(outputs, labels, **{**kwargs, "shift_labels": shifts})
+        return original(model_output, labels, **{**kwargs, "shift_labels": shifts})
 
     # ---- evaluation -----------------------------------------------------------------------------
 

@@ -1,21 +1,33 @@
-"""A model under context parallelism: its parts, and its attention."""
+"""A model under context parallelism: its parts, what it attends, and what of it is refused before anything changes."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import accelerate
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
 from ringtile.hf import attention, temperature
 from ringtile.hf.batch import active_batch
+from ringtile.hf.families import WHOLE_SEQUENCES
+from ringtile.hf.layers import RECURRENT_TYPES, known_types, mixers, num_layers
+from ringtile.hf.model_loss import is_sum_over_tokens, shifts_labels
 from ringtile.hf.patches import Patches
 
 _NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a tower's configuration
+
+_CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
+_FULL_MASKS = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
+_CROSS_ATTENTION = ("encoder_attn", "crossattention")  # of decoders; without an encoder's output they do not run
+_TYPES_BY_TOKEN = frozenset({"mlp", "moe"})  # of hybrid models' layers: each token by itself
 
 # Of each switched model, the names of its attention before.
 _own_attention: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -68,6 +80,102 @@ def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """The modules that run for text, with their paths: without the towers of a model that takes images or sound too."""
     roots = [f"{path}." for path in towers(model)]
     return [(path, m) for path, m in model.named_modules() if not any(f"{path}.".startswith(root) for root in roots)]
+
+
+def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: bool = False) -> None:
+    """Raises RefusedError for models that mix tokens outside of attention, or that need the full sequence.
+
+    classifier: the model scores the last token, and its Trainer computes the loss. proved: the first batch will show
+    whether convolutions mix tokens.
+    """
+    config, name = model.config.get_text_config(), type(model).__name__
+    if not classifier and not is_sum_over_tokens(model):
+        raise RefusedError(
+            f"{name} has a loss of its own for whole sequences; expected a ...ForCausalLM, ...ForMaskedLM or "
+            f"...ForTokenClassification model, whose loss is a sum over tokens: load it with AutoModelForCausalLM, "
+            f"AutoModelForMaskedLM or AutoModelForTokenClassification"
+        )
+    causal, modules = attends_causally(model), text_modules(model)
+    of_recurrence = mixers(modules)
+    layer_types = set(getattr(config, "layer_types", None) or ()) - known_types(causal)
+    if causal and of_recurrence and len(of_recurrence) == num_layers(config)[1]:
+        layer_types -= RECURRENT_TYPES | _TYPES_BY_TOKEN
+    if layer_types:
+        raise RefusedError(
+            f"{name} has layers of type {', '.join(sorted(layer_types))}; expected only "
+            f"{', '.join(sorted(known_types(causal)))}: other layers mix tokens without the ring. Instead, {INSTEAD}"
+        )
+    convolutions = [
+        path
+        for path, module in modules
+        if isinstance(module, nn.Conv1d) and not any(path.startswith(f"{mixer}.") for mixer in of_recurrence)
+    ]
+    if convolutions and not proved:
+        raise RefusedError(
+            f"{name} mixes neighboring tokens in {convolutions[0]} (Conv1d); expected attention only: {INSTEAD}"
+        )
+    refuse_modules(model, WHOLE_SEQUENCES)
+
+
+def attends_causally(model: PreTrainedModel) -> bool:
+    """Whether no token attends a later one. RefusedError: a decoder in which one does; layers or masks disagree."""
+    config, name, modules = model.config.get_text_config(), type(model).__name__, text_modules(model)
+    whole = config if shifts_labels(model) else model.config  # T5Gemma 2 says it there alone
+    if getattr(config, "is_encoder_decoder", False) or getattr(whole, "is_encoder_decoder", False):
+        raise RefusedError(f"{name} has an encoder and a decoder; expected one of the two: {INSTEAD}")
+    said: dict[bool, str] = {}  # the first layer that says so
+    for path, module in modules:
+        flag = getattr(module, "is_causal", None)
+        if isinstance(flag, bool) and not path.endswith(_CROSS_ATTENTION):
+            said.setdefault(flag, path)
+    full_masks = not getattr(config, "is_causal", True)
+    has_no_head = model.base_model is model  # an encoder whose loss is the Trainer's does not shift either
+    if shifts_labels(model) and not (has_no_head and (full_masks or False in said)):
+        if full_masks or False in said:
+            raise RefusedError(f"{name} is bidirectional {said.get(False, '')}; expected a causal decoder: {INSTEAD}")
+        return True
+    if len(said) != 1:
+        raise RefusedError(
+            f"{name} has {'causal and bidirectional layers' if said else 'no layer that says whether it is causal'} "
+            f"(is_causal); expected all layers to say the same, as those that attend through transformers' "
+            f"AttentionInterface do: {INSTEAD}"
+        )
+    causal = True in said
+    files = {sys.modules[type(module).__module__] for _, module in modules if isinstance(module, PreTrainedModel)}
+    makes_causal, makes_full = (
+        any(hasattr(f, mask) for f in files for mask in m) for m in (_CAUSAL_MASKS, _FULL_MASKS)
+    )
+    if not ((makes_causal and not full_masks) if causal else (makes_full or (makes_causal and full_masks))):
+        raise RefusedError(
+            f"{name} is {'causal' if causal else 'bidirectional'} in its layers ({said[causal]}.is_causal) but not in "
+            f"its masks, or makes masks of its own; expected those of transformers and is_causal to agree: {INSTEAD}"
+        )
+    return causal
+
+
+def check_training_model(model: nn.Module) -> None:
+    """Raises RefusedError for a model whose gradients no engine averages."""
+    if not has_engine(model):
+        inner = getattr(model, "_orig_mod", model)
+        raise RefusedError(
+            f"the model in training is a bare {type(inner).__name__}, whose gradients no engine averages over the "
+            f"ranks; expected DistributedDataParallel, FSDP2 or DeepSpeed. accelerate {accelerate.__version__} leaves "
+            f"a model bare on CPU ranks (set use_cpu=True in TrainingArguments)"
+        )
+
+
+def has_engine(model: nn.Module) -> bool:
+    """Whether an engine that averages gradients over the ranks has wrapped the model."""
+    inner = getattr(model, "_orig_mod", model)
+    return isinstance(inner, FSDPModule) or inside_engine(inner) is not inner
+
+
+def inside_engine(model: nn.Module) -> nn.Module:
+    """The module inside torch.compile's, DDP's or DeepSpeed's. FSDP2 wraps none."""
+    inner: Any = getattr(model, "_orig_mod", model)
+    is_wrapped = isinstance(inner, DistributedDataParallel) or type(inner).__name__ == "DeepSpeedEngine"
+    module: nn.Module = inner.module if is_wrapped else inner
+    return module
 
 
 def refuse_modules(model: PreTrainedModel, reasons: dict[str, tuple[str, str]]) -> None:

@@ -11,7 +11,6 @@ Shape letters: B batch, N local tokens, C classes.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,13 +42,6 @@ def shifts_labels(model: PreTrainedModel) -> bool:
 def _loss_of(model: PreTrainedModel) -> Any:
     # transformers' own rule: without a loss_type (GPT-2) the loss is the causal one.
     return LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM")
-
-
-def check_loss(model: PreTrainedModel) -> None:
-    """RefusedError: the model's own forward computes a cross entropy of labels that it shifts (BART, Qwen2-Audio)."""
-    names = inspect.unwrap(type(model).forward).__code__.co_names
-    if "CrossEntropyLoss" in names and "loss_function" not in names and shifts_labels(model):
-        raise loss_of_its_own(model)
 
 
 def loss_of_its_own(model: PreTrainedModel) -> RefusedError:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
 
+import accelerate
+import torch
+import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback
+
+from ringtile.errors import RefusedError
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class Patches:
@@ -57,10 +65,11 @@ class Patches:
 
         A module gets a method, and `original` is one: in a deep copy of the model both are the copy's.
         """
-        original = getattr(owner, name)
+        original = getattr(owner, name, None)
         if not isinstance(owner, nn.Module):
-            self.set(owner, name, _around(original, replacement))
+            self.set(owner, name, _around(_touch_point(owner, name, original, replacement), replacement))
             return
+        assert original is not None
         is_method = getattr(original, "__self__", None) is owner
         method = original.__func__ if is_method else _ignoring_self(original)
         self.set(owner, name, MethodType(_around_method(method, replacement), owner))
@@ -95,6 +104,23 @@ class Patches:
         """
         self._entries.clear()
         self._undo.close()
+
+
+def _touch_point(owner: object, name: str, original: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """The original, if it takes the arguments that its replacement names, all but the first. RefusedError: versions of
+    the libraries in which it is not there, or takes others."""
+    _, *parameters = inspect.signature(replacement).parameters.values()
+    named = [parameter.name for parameter in parameters if parameter.kind in _NAMED]
+    taken = inspect.signature(original).parameters if callable(original) else {}
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+    if callable(original) and (takes_any or taken.keys() >= {*named}):
+        found: Callable[..., Any] = original
+        return found
+    raise RefusedError(
+        f"{type(owner).__name__}.{name}({', '.join(named)}) is not there (torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, accelerate {accelerate.__version__}); expected transformers >= 5.17 and "
+        f"accelerate >= 1.15, which ringtile is tested with"
+    )
 
 
 def _around(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:

@@ -137,7 +137,7 @@ class Peers:
         to evaluate, before a Trainer counts what they hold over all ranks."""
 
         def get_batch_samples(
-            original: Callable[..., Any], batches: Iterable[Any], number: int, *args: Any, **kwargs: Any
+            original: Callable[..., Any], batches: Iterable[Any], number: int, /, *args: Any, **kwargs: Any
         ) -> Any:
             return original(self._meeting(batches, number), number, *args, **kwargs)
 

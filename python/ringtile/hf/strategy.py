@@ -24,7 +24,7 @@ from ringtile import keep
 from ringtile.config import Config
 from ringtile.errors import ConfigError, MaskNotExpressibleError, RefusedError
 from ringtile.first_batch.trace import ModelCall, Trace
-from ringtile.hf import attention, checks, model, one_process
+from ringtile.hf import attention, model, one_process, trainers
 from ringtile.hf.attention import attends_whole
 from ringtile.hf.batch import ShardedBatch, forget_checkpoints, keep_in_checkpoints, main_input
 from ringtile.hf.feature import Enabled
@@ -36,6 +36,7 @@ from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.keys import key_of_tree
 from ringtile.hf.layers import layer_masks, mixers, num_layers
 from ringtile.hf.masks import mask_of_batch
+from ringtile.hf.model import check_training_model, has_engine
 from ringtile.hf.model_loss import loss_of_its_own, shifts_labels
 from ringtile.hf.one_process import COLLECTIVES, OneProcess
 from ringtile.hf.packing import Packing, positions_separate
@@ -69,12 +70,12 @@ class Strategy(abc.ABC):
         patches.on_restore(self.group.close)
         self.room: keep.Room | None = None  # for what checkpointed layers keep; made before each forward
         self.dropout = CountedDropout(trainer, self.group.data_index, self.group.data_size)
-        self.causal, self.shifts_labels = checks.attends_causally(base), shifts_labels(base)
+        self.causal, self.shifts_labels = model.attends_causally(base), shifts_labels(base)
         self.layers = set(layer_masks(base.config.get_text_config(), self.causal))
         hybrid, speaks = bool(mixers(model.text_modules(base))), trainer.args.process_index == 0
         # States are passed from stretch to stretch, of which a balanced layout makes many.
         self.layout = resolved(config.layout) if hybrid else config.layout
-        self.shares_rows = checks.shares_rows(trainer)
+        self.shares_rows = trainers.shares_rows(trainer)
         self.packing = Packing(base, causal=self.causal, hybrid=hybrid, speaks=speaks)
         routers = getattr(base.config.get_text_config(), "output_router_logits", False)
         routers = routers or getattr(trainer, "aux_loss_enabled", False)  # TRL's fused head asks in the batch too
@@ -295,7 +296,7 @@ class Strategy(abc.ABC):
         if model.training and not self.training_checked:
             self._check_attention()
             if self.group.size > 1:
-                checks.check_training_model(model)
+                check_training_model(model)
             self.dropout.check(self.base)
             self.training_checked = True
         if model.training:
@@ -361,7 +362,7 @@ class Strategy(abc.ABC):
         """Lets train() prepare the model again. Before training, accelerate prepares it for evaluation only and then
         takes it for prepared, so that it would train without an engine. prepared: the models before the evaluation."""
         models, bare = self.trainer.accelerator._models, self.trainer.model
-        if bare is not None and bare not in prepared and bare in models and not checks.has_engine(bare):
+        if bare is not None and bare not in prepared and bare in models and not has_engine(bare):
             models.remove(bare)
             del bare._is_accelerate_prepared
             if (original := vars(bare).pop("_original_forward", None)) is not None:  # mixed precision has wrapped it

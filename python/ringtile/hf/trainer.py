@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Trainer
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError
 from ringtile.first_batch.compare import Comparison
-from ringtile.hf import checks, model
+from ringtile.hf import model, trainers
 from ringtile.hf.checkpoints import Checkpoints
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.features import loss, mlp, norm, offload, stream, trees
@@ -71,13 +71,12 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
                 f"ringtile.restore(trainer) first to change it"
             )
         return enabled.patches
-    checks.check_sizes(trainer, config)
     if not config.asks and not any(isinstance(each, MetricsCallback) for each in trainer.callback_handler.callbacks):
         return Patches()
     patches = Patches.of(lambda patches: _install(trainer, config, patches))
     if trainer.args.process_index == 0:
         logger.info(_summary(trainer, config))
-        checks.warn_of_unproved()
+        trainers.warn_of_unproved()
     return patches
 
 
@@ -97,13 +96,18 @@ def restore(trainer: Trainer) -> None:
 def _with_size(config: Config, trainer: Trainer) -> Config:
     """The configuration with a context_parallel_size: its own, or ParallelismConfig.cp_size, or 1.
 
-    Raises ConfigError where that contradicts another key.
+    Raises ConfigError where the two differ, or accelerate's contradicts another key.
     """
-    if "context_parallel_size" in config.model_fields_set:
-        return config
-    parallelism = parallelism_of(trainer.accelerator)
-    size = parallelism.cp_size if parallelism is not None and parallelism.cp_enabled else config.context_parallel_size
-    return Config(**config.model_dump(exclude_unset=True), context_parallel_size=size)
+    parallelism, size = parallelism_of(trainer.accelerator), config.context_parallel_size
+    theirs = parallelism.cp_size if parallelism is not None and parallelism.cp_enabled else size
+    if "context_parallel_size" not in config.model_fields_set:
+        return Config(**config.model_dump(exclude_unset=True), context_parallel_size=theirs)
+    if size != theirs:
+        raise ConfigError(
+            f"context_parallel_size is {size} but ParallelismConfig.cp_size is {theirs}; expected the same size: set "
+            f"only one of them, or both alike"
+        )
+    return config
 
 
 def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
@@ -131,8 +135,7 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
 
 def _shard(trainer: Trainer, base: PreTrainedModel, config: Config, patches: Patches) -> Strategy:
     """Makes the Trainer compute on sharded sequences."""
-    checks.check_trainer(trainer)
-    checks.check_deepspeed(trainer, base)
+    trainers.check_trainer(trainer)
     strategy = _strategy_of(trainer)(trainer, base, config, patches)
     strategy.install()
     return strategy
@@ -141,7 +144,7 @@ def _shard(trainer: Trainer, base: PreTrainedModel, config: Config, patches: Pat
 def _strategy_of(trainer: Trainer) -> type[Strategy]:
     if generates(trainer):
         return LossOnRollouts
-    return LossOnSequences if checks.needs_full_sequences(trainer) else LossOnShards
+    return LossOnSequences if trainers.needs_full_sequences(trainer) else LossOnShards
 
 
 def _attach_callbacks(

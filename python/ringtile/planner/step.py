@@ -34,14 +34,13 @@ from ringtile.attn.attention import RingAttention
 from ringtile.attn.call import AttentionCall
 from ringtile.errors import RefusedError
 from ringtile.first_batch.unchanged import without_checkpoints
-from ringtile.hf import checks
 from ringtile.hf.batch import CHECKPOINTING, STREAMED, ShardedBatch, active, checkpoints
 from ringtile.hf.features import recurrent, stream
 from ringtile.hf.features.loss import install_tiled_loss
 from ringtile.hf.features.mlp import install_tiled_mlp
 from ringtile.hf.features.norm import install_tiled_norm
 from ringtile.hf.layers import mask_of_layer, mixers
-from ringtile.hf.model import INSTEAD, text_modules
+from ringtile.hf.model import INSTEAD, check_model, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.planner import grpo
 from ringtile.planner.adapters import add_lora
@@ -411,7 +410,7 @@ def check(model: PreTrainedModel, setup: Setup) -> None:
         )
     if setup.ringtile.context_parallel_size > 1:
         with unset_fake_temporarily():  # some of the model's functions are tried on numbers
-            checks.check_model(model, proved=setup.ringtile.first_batch_check)
+            check_model(model, proved=setup.ringtile.first_batch_check)
 
 
 def _switch_attention(model: PreTrainedModel) -> None:

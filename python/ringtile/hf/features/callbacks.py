@@ -72,14 +72,14 @@ class MetricsCallback(TrainerCallback):
         counts = [0, 0.0] if self.transport is None else [self.transport.bytes_sent, self.transport.wait_seconds]
         return [time.perf_counter() - self.proof_seconds(), *counts]
 
-    def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _training_step(self, original: Callable[..., Any], model: Any, inputs: Any, /, *args: Any, **more: Any) -> Any:
         name = getattr(self.trainer.model if self.trainer else None, "main_input_name", "input_ids")
         tokens = inputs.get(name) if hasattr(inputs, "get") else None
         if isinstance(tokens, torch.Tensor) and tokens.dim() >= 2:
             self.tokens += tokens.size(0) * tokens.size(1)
-        return original(model, inputs, *args, **kwargs)
+        return original(model, inputs, *args, **more)
 
-    def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+    def _log(self, original: Callable[..., Any], logs: dict[str, float], /, *args: Any, **kwargs: Any) -> Any:
         if "loss" in logs:
             logs |= self.found
             self.found = {}

@@ -145,7 +145,7 @@ class LossOnRollouts(LossOnSequences):
                 )
         return self._deal(rows, generate)
 
-    def _roll_out(self, original: Callable[..., Any], prompts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def _roll_out(self, original: Callable[..., Any], prompts: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
         """The user's function gets the rows of one rank, as it gets those of one process without ringtile."""
 
         def roll_out(rows: Sequence[Any]) -> Any:

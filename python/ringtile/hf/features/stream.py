@@ -26,14 +26,14 @@ from transformers.utils.output_capturing import _active_collector
 from ringtile.attn.attention import ring_attention
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, RefusedError, shown
-from ringtile.hf import attention, checks, temperature
+from ringtile.hf import attention, temperature
 from ringtile.hf.batch import CHECKPOINTING, STREAMED, active_batch, as_now
 from ringtile.hf.drawn_masks import intervals_of
 from ringtile.hf.families import CACHES, MIXERS, UNKNOWN_RECURRENCES, WHOLE_SEQUENCES
 from ringtile.hf.feature import Feature
 from ringtile.hf.group import deepspeed_shards_sequences
 from ringtile.hf.masks import mask_of_batch
-from ringtile.hf.model import base_model, refuse_modules, text_modules
+from ringtile.hf.model import attends_causally, base_model, refuse_modules, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.hf.tiled_forward import RecordingForward, TiledForward, gather_as_one, own_forward
 from ringtile.sequence.layout import Layout
@@ -123,7 +123,7 @@ def _check(base: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
     model, config = type(base).__name__, base.config.get_text_config()
     if not layers:
         raise RefusedError(f"{model} has no layer of transformers' GradientCheckpointingLayer: {WHOLE}")
-    checks.attends_causally(base)
+    attends_causally(base)
     if getattr(config, "num_kv_shared_layers", 0):
         raise RefusedError(f"{model} shares keys and values between layers (num_kv_shared_layers): {WHOLE}")
     refuse_modules(base, WHOLE_SEQUENCES)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ringtile.errors import InputError, RefusedError
-from ringtile.hf import checks
+from ringtile.hf import trainers
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.keys import IGNORE_INDEX, SEGMENTS, TREE, key_of_tree
-from ringtile.hf.model import drops_attention, text_modules
+from ringtile.hf.model import attends_causally, drops_attention, text_modules
 from ringtile.hf.model_loss import shifts_labels
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.mask import IntervalMask
@@ -233,10 +233,10 @@ def _grow(
 
 def _refuse(run: Enabled) -> None:
     """Raises RefusedError where rows that share tokens would not be those of the Trainer."""
-    if not checks.shares_rows(run.trainer):
+    if not trainers.shares_rows(run.trainer):
         return  # else its batches must be trees
     model = run.base
-    if not checks.attends_causally(model) or not shifts_labels(model):
+    if not attends_causally(model) or not shifts_labels(model):
         raise RefusedError(f"shared_prefix: {type(model).__name__} is no causal language model; set it to false")
     rates = [path for path, module in text_modules(model) if isinstance(module, nn.Dropout) and module.p > 0]
     if rates or drops_attention(model):

@@ -1,0 +1,143 @@
+"""Trainers: those whose loss context parallelism knows, and what it refuses before anything is changed."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import shlex
+import sys
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+from transformers import Trainer
+
+from ringtile.errors import EXTRAS, RefusedError
+from ringtile.hf.group import parallelism_of
+from ringtile.hf.liger import check_liger
+from ringtile.hf.model import adds_tokens
+
+logger = logging.getLogger("ringtile")
+
+# Modules whose compute_loss sums over tokens wherever they are. Any other compute_loss gets full sequences.
+SFT, _ORPO = "trl.trainer.sft_trainer", "trl.experimental.orpo.orpo_trainer"
+_SUM_OVER_TOKENS = ("transformers.trainer", SFT, "axolotl.core.trainers.base")
+# Modules whose compute_loss reads nothing of a model but what it says of each token by itself.
+_SHARE_ROWS = {f"trl.trainer.{name}_trainer" for name in ("grpo", "rloo", "dpo", "kto", "reward")}
+# Modules whose versions of the other methods work on shards. axolotl's were read, the others tested.
+_WORK_ON_SHARDS = {
+    *_SUM_OVER_TOKENS,
+    *_SHARE_ROWS,
+    "trl.trainer.distillation_trainer",
+    _ORPO,
+    "axolotl.core.trainers.mixins.activation_checkpointing",
+    "axolotl.core.trainers.mixins.layer_offloading",
+}
+_METHODS = (
+    *("_prepare_context_parallel_inputs", "_prepare_inputs", "training_step", "prediction_step", "evaluation_loop"),
+    *("_get_num_items_in_batch", "_track_num_input_tokens", "get_total_train_batch_size"),
+)
+_ASYNC = {"AsyncGRPOTrainer", "AsyncDistillationTrainer"}
+_COUNT_GROUPS = ("transformers.", "trl.", "axolotl.")  # packages that count items as ParallelismConfig asks
+
+
+def uses_model_loss(trainer: Trainer) -> bool:
+    """Whether the loss is the model's own. SFTTrainer and label smoothing compute it from shift_labels themselves."""
+    return home(trainer, "compute_loss").__module__ != SFT and trainer.label_smoother is None
+
+
+def needs_full_sequences(trainer: Trainer) -> bool:
+    """Whether the Trainer computes a loss of its own, which may combine tokens in any way, or its model adds tokens."""
+    own = home(trainer, "compute_loss").__module__ not in _SUM_OVER_TOKENS
+    return own or trainer.compute_loss_func is not None or adds_tokens(trainer.model)
+
+
+def shares_rows(trainer: Trainer) -> bool:
+    """Whether rows of the Trainer may share tokens. Asked before its compute_loss is replaced."""
+    return home(trainer, "compute_loss").__module__ in _SHARE_ROWS
+
+
+def home(trainer: Trainer, method: str) -> type:
+    """The class that defines a method. For a method set on the instance: the type of that function."""
+    if method in vars(trainer):
+        return type(trainer.__dict__[method])
+    return next((cls for cls in type(trainer).__mro__ if method in vars(cls)), Trainer)
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Raises RefusedError where the Trainer's numbers would differ from those of one process."""
+    args, parallelism, tp_size = trainer.args, parallelism_of(trainer.accelerator), trainer.get_tp_size()
+    classes, on_mesh = type(trainer).__mro__, parallelism is not None and bool(parallelism.cp_enabled)
+    plugin, counts = getattr(trainer.accelerator.state, "fsdp_plugin", None), home(trainer, "get_batch_samples")
+    refused = {
+        "axolotl's own context parallelism": (
+            on_mesh and any(cls.__module__.startswith("axolotl.") for cls in classes),
+            "it would shard each shard once more. plugins: [ringtile.hf.axolotl.RingtilePlugin] takes its keys over",
+        ),
+        "completions of processes of their own": (
+            bool(_ASYNC & {cls.__name__ for cls in classes}),
+            "one of them feeds each rank with other rows",
+        ),
+        "model_init": (trainer.model_init is not None, "it replaces the model after ringtile has prepared it"),
+        "eval_use_gather_object": (
+            args.eval_use_gather_object,
+            "ringtile drops the copies of a batch from tensors only",
+        ),
+        "train_sampling_strategy='batch_rebalance'": (
+            args.train_sampling_strategy == "batch_rebalance",
+            "it deals rows to ranks, and the ranks of a group need the same (group_by_length balances too)",
+        ),
+        "FSDP1 (fsdp_version 1)": (
+            plugin is not None and plugin.fsdp_version == 1,
+            "it was not tested; set fsdp_version: 2",
+        ),
+        f"tensor parallelism of size {tp_size}": (
+            tp_size > 1,
+            "transformers slices a model over all ranks (tp_plan), so that no two of them can share a sequence. Plain "
+            "PyTorch combines both (examples/train_3d.py)",
+        ),
+        "a model that was sharded while it was loaded (distributed_config)": (
+            getattr(trainer.model, "_is_distributed_loading_by_transformers", False),
+            "it reduces its gradients itself, which was not tested; set fsdp in TrainingArguments instead",
+        ),
+        f"{counts.__name__}.get_batch_samples with ParallelismConfig.cp_size > 1": (
+            on_mesh and not counts.__module__.startswith(_COUNT_GROUPS),
+            "transformers' own divides the number of items by cp_size. Leave cp_size at 1 and set "
+            "context_parallel_size in ringtile's configuration, under which each item counts once",
+        ),
+        "average_tokens_across_devices: false with ParallelismConfig.cp_size > 1": (
+            on_mesh and not args.average_tokens_across_devices,
+            "transformers may round the number of tokens down; set it to true, or leave cp_size at 1",
+        ),
+    }
+    for setting, (is_set, reason) in refused.items():
+        if is_set:
+            raise RefusedError(f"{type(trainer).__name__} uses {setting}; unset it under context parallelism: {reason}")
+    for owner, method in ((home(trainer, method), method) for method in _METHODS):
+        if owner.__module__ not in _WORK_ON_SHARDS:
+            raise RefusedError(
+                f"{owner.__name__}.{method} replaces that of transformers.Trainer; expected Trainer, or TRL's "
+                f"SFTTrainer, DPOTrainer, KTOTrainer, ORPOTrainer, RewardTrainer, GRPOTrainer, RLOOTrainer or "
+                f"DistillationTrainer, with at most a compute_loss of "
+                f"your own: ringtile cannot tell whether another {method} works on shards"
+            )
+    check_liger(trainer)
+
+
+# By `make matrix`, as in pyproject.toml.
+PROVED = shlex.split(EXTRAS["hf"])
+PROVED += ["torch>=2.11,<2.16", "trl>=1.14,<1.17", "peft>=0.21,<0.22", "deepspeed>=0.19.3,<0.20"]
+
+
+@functools.cache
+def warn_of_unproved() -> None:
+    """Names each package, of those imported now, that is newer than the releases ringtile was tried with. Once."""
+    for text in PROVED:
+        package = Requirement(text)
+        version = Version(str(getattr(sys.modules.get(package.name), "__version__", "0")))
+        end = next(Version(bound.version) for bound in package.specifier if bound.operator == "<")
+        if version.release >= end.release:  # of a development version too
+            logger.warning(
+                f"{package.name} {version} is newer than the releases that ringtile was tried with: what it changes "
+                f"may be refused, or only be seen by the first batch's proof; expected one of those: pip install "
+                f"'{text}'"
+            )
