@@ -231,13 +231,16 @@ def _touched_by(options, config):
 
 LOSS = {  # on a shard, or on what a group of one rank makes of a batch
     *("model._forward_pre_hooks", "model._loss_function", "model.attention"),
-    *(f"trainer.{name}" for name in ("_ringtile_session", "callbacks", "compute_loss", "prediction_step")),
+    *(
+        f"trainer.{name}"
+        for name in ("_prepare_context_parallel_inputs", "_ringtile_session", "compute_loss", "prediction_step")
+    ),
 }
 GROUPS = {  # count as many processes as there are different batches
-    *("accelerator.gather_for_metrics", "accelerator.prepare_data_loader", "trainer._prepare_context_parallel_inputs"),
+    *("accelerator.gather_for_metrics", "accelerator.prepare_data_loader"),
     *("trainer.evaluation_loop", "trainer.get_batch_samples", "trainer.get_total_train_batch_size"),
 }
-LOST_RANKS = {f"trainer.{name}" for name in ("evaluation_loop", "save_model", "train")}
+LOST_RANKS = {f"trainer.{name}" for name in ("evaluation_loop", "train")}
 CHECKPOINTS = {"trainer._save_checkpoint", "trainer.train"}
 LLAMA = LOSS | GROUPS | LOST_RANKS | CHECKPOINTS
 BALANCING = {"model._forward_hooks", "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func"}
@@ -252,7 +255,7 @@ ON_TWO_RANKS = {  # what is touched besides
     "dropout": (
         {"model": DROPPING},
         {f"{LAYERS}.{name}" for name in ("_forward_pre_hooks", "self_attn.ringtile_attention_dropout")}
-        | {f"{LAYERS}.resid_dropout.forward", "model._forward_hooks"},
+        | {f"{LAYERS}.resid_dropout.forward", "model._forward_hooks", "trainer.callbacks"},
     ),
     "experts": ({"family": "mixtral-balanced"}, BALANCING),
     "hybrid": (  # its config has output_router_logits, which TRL's fused head reads
@@ -344,7 +347,7 @@ def _call_hook(parallelism):
         model, inputs = trainer.model, {"input_ids": torch.zeros(1, 8)}
         result = trainer._prepare_context_parallel_inputs(model, inputs)
         return {
-            "no-op": result[0] is contextlib.nullcontext and result[1] is inputs,
+            "no-op": result[1] is inputs,
             "original": result is original_result,
             "arguments": len(calls) == 1 and calls[0][0] is model and calls[0][1] is inputs,
         }

@@ -95,30 +95,6 @@ def test_other_errors_stay_what_they_are():
         pool.close()
 
 
-def _one_rank_saves(fails):
-    """Whom each rank names: rank 0 calls save_model() alone, then rank 2 fails in train()."""
-    peers, rank = peers_of_all(), dist.get_rank()
-    if rank == 0:
-        with contextlib.suppress(OSError), peers.named("save_model"):
-            if fails:
-                raise OSError("no room")
-    with pytest.raises((ValueError, PeerLostError)) as raised, peers.named("train"):
-        raise ValueError("of rank 2") if rank == 2 else RuntimeError("[gloo/transport/tcp/pair.cc:1] closed")
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_save_model_on_one_rank_alone_leaves_the_others_names_right(fails):
-    pool = Pool(3)
-    try:
-        said = pool.run(_one_rank_saves, fails)
-    finally:
-        pool.close()
-    for rank in (0, 1):
-        assert said[rank].startswith(f"rank 2 was lost in train() of rank {rank}: ValueError: of rank 2"), said
-    assert said[2] == "of rank 2"
-
-
 def _one_rank_stays():
     """What each rank does where rank 1 raises in train(), and does not end."""
     hf_peers._LEAVE_SECONDS = 0.5

@@ -59,6 +59,12 @@ def own_loss(trainer):
     model.forward = own_forward
 
 
+def loss_set_later(trainer):
+    """Takes ringtile's place, and calls the model on whole rows."""
+    trainer.compute_loss = functools.partial(type(trainer).compute_loss, trainer)
+    trainer.train()
+
+
 def with_hole(trainer):
     hole = torch.ones(1, 8, dtype=torch.long)
     hole[0, 3] = 0
@@ -72,6 +78,7 @@ RUNS = [
         "ranks 0 and 1 share a sequence but got different batches", rank_dependent_rows, error="RingMismatchError"
     ),
     of_change("the checksum of labels is", rank_dependent_labels, error="RingMismatchError"),
+    Refusal("a loss set after enable", "in the first training step did not call the model that", use=loss_set_later),
     Refusal("a dispatching loader", "the data loader dispatches batches from rank 0", use=dispatching_loader),
     of_change("has 2 layers but called ringtile's attention 1 times", without_ring, config=UNPROVED),
     of_change("does not hand shift_labels to self.loss_function", own_loss),

@@ -70,8 +70,7 @@ class Peers:
     def named(self, what: str) -> Iterator[None]:
         """Turns the loss of a rank inside the context into a PeerLostError that names it by its rank in the world.
 
-        Any other error is told to the other ranks, which will lose this one, unless they fail too; but not one of
-        save_model(), which a rank may call alone: if the program goes on after it, no other rank has failed.
+        Any other error is told to the other ranks, which will lose this one, unless they fail too.
         """
         if self._depth == 0 and self._failed:
             self._leaving.cancel()
@@ -79,7 +78,7 @@ class Peers:
             self._failed = False
         self._depth += 1
         try:
-            if self._depth == 1 and what != "save_model":
+            if self._depth == 1:
                 self._meet(f"{what}() of the Trainer")
             yield
         except PeerLostError as error:
@@ -89,7 +88,7 @@ class Peers:
         except Exception as error:
             if of_a_collective(error):
                 self._give_up(what, error, None)
-            if self._depth == 1 and what != "save_model":
+            if self._depth == 1:
                 self._tell(with_kind(error), self.rank)
                 self._leave_later(error)
             raise

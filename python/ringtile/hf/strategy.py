@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ringtile import keep
 from ringtile.config import Config
@@ -80,7 +80,7 @@ class Strategy(abc.ABC):
         routers = getattr(base.config.get_text_config(), "output_router_logits", False)
         routers = routers or getattr(trainer, "aux_loss_enabled", False)  # TRL's fused head asks in the batch too
         self.checked = frozenset({"output_router_logits"} if routers else ())
-        self.training_checked = False
+        self.training_checked = self.shards_steps = False
         self.positions = Positions(base, patches)
         self.of_model: frozenset[str] = frozenset()  # what the model takes besides text
         self.num_batches = 0  # that were sharded
@@ -105,9 +105,8 @@ class Strategy(abc.ABC):
 
     def install(self) -> None:
         trainer, accelerator = self.trainer, self.trainer.accelerator
-        self.patches.add_callback(trainer, Steps(self))
+        self.patches.wrap(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
         if self.group.size > 1:
-            self.patches.wrap(trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
             self.patches.wrap(trainer, "evaluation_loop", self._evaluation_loop)
             self.patches.wrap(accelerator, "gather_for_metrics", self._gather_for_metrics)
             if trainer.args.include_num_input_tokens_seen != "no":
@@ -318,10 +317,30 @@ class Strategy(abc.ABC):
     def _leave_inputs(
         self, original: Callable[..., Any], model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
-        """Makes transformers' own sharding a no-op: ringtile shards once, for training and evaluation alike."""
+        """Leaves the inputs whole: ringtile shards once, in training and evaluation alike."""
         if deepspeed_shards_sequences(self.trainer.accelerator):
             return cast("tuple[Callable[[], Any], dict[str, Any]]", original(model, inputs))
-        return contextlib.nullcontext, inputs
+        return functools.partial(self._around_step, model, inputs), inputs
+
+    @contextlib.contextmanager
+    def _around_step(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
+        """Around the loss and the backward of a batch, of whose operations the ranks that share it count a part each.
+
+        RefusedError: the first batch of the training was not sharded, so that each rank computed whole rows.
+        """
+        before = self.num_batches
+        yield
+        if not model.training:
+            return
+        if not self.shards_steps and self.num_batches == before:
+            raise RefusedError(
+                f"the loss of {type(self.trainer).__name__} in the first training step did not call the model that "
+                f"ringtile shards, so that each rank computed whole rows; expected a compute_loss that was set before "
+                f"ringtile.enable, and that calls its argument `model`, not a part of it (model.model, model.lm_head)"
+            )
+        self.shards_steps = True
+        counted_again = self.trainer.floating_point_ops(inputs) * (self.group.size - 1) / self.group.size
+        self.trainer.current_flos -= counted_again  # type: ignore[assignment]
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Leaves out accelerate's hooks on attention modules. User code may still ask for its context, a no-op."""
@@ -378,33 +397,6 @@ class Strategy(abc.ABC):
         """get_cp_size stays 1: later transformers divide the number of items by it, which ringtile does already."""
         rows: int = original(args) // self.group.size
         return rows
-
-
-class Steps(TrainerCallback):
-    """Checks that the first training step shards, and counts its operations once, where every rank has counted them."""
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy, self._checked = strategy, False
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._flops: float = self._strategy.trainer.current_flos
-        self._batches = self._strategy.num_batches
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After the backward of a batch. RefusedError: the first one was not sharded, so that each rank computed whole
-        rows."""
-        trainer, size = self._strategy.trainer, self._strategy.group.size
-        if not self._checked and self._strategy.num_batches == self._batches:
-            raise RefusedError(
-                f"the loss of {type(trainer).__name__} in the first training step did not call the model that "
-                f"ringtile shards, so that each rank computed whole rows; expected a compute_loss that was set before "
-                f"ringtile.enable, and that calls its argument `model`, not a part of it (model.model, model.lm_head)"
-            )
-        self._checked = True
-        self._flops += (trainer.current_flos - self._flops) / size
-        trainer.current_flos = self._flops  # type: ignore[assignment]
-
-    on_pre_optimizer_step = on_substep_end
 
 
 def _no_tree(trainer: Trainer) -> ConfigError:

@@ -43,7 +43,7 @@ class _Session(NamedTuple):
 FEATURES = tuple(
     each.FEATURE for each in (mlp, norm, loss, stream, offload, trees)
 )  # whether a sequence is sharded or not
-_ENTRIES = ("train", "evaluation_loop", "save_model")  # methods in which a rank may wait for others
+_ENTRIES = ("train", "evaluation_loop")  # methods in which a rank may wait for others
 _SESSION = "_ringtile_session"  # the attribute of an enabled Trainer that holds its _Session
 
 
