@@ -17,7 +17,7 @@ from hf_models import tiny_encoder, tiny_model
 from hf_training import Padded, failure_of, make_trainer, packed
 from pool import run_ranks
 from ringtile.first_batch.run import TIMES
-from ringtile.hf.cut import cut_batch
+from ringtile.hf.first_batch import cut_batch
 from ringtile.hf.trainer import first_batch_of
 from torch import nn
 from torch.nn import functional

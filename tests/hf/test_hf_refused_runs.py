@@ -10,7 +10,7 @@ from cells import Refusal, check_on_ranks, of_change, params, table
 from hf_models import tiny_encoder, tiny_model
 from hf_training import Padded, Stream, make_rows, make_trainer, packed
 from losses import AsTuple, LastThird
-from ringtile.hf.random_draws import RandomDraws
+from ringtile.hf.model import refuse_drawn, states_before
 from test_hf_dropout import REFUSED as OF_DROPOUT
 from test_hf_exact import bart
 from test_hf_exact_models import Labelled, PackedIn
@@ -144,12 +144,12 @@ ENCODERS = [
     of_encoder("whether the attention of ModernBertForTokenClassification sees them is not known", loaded_with_flash),
 ]
 
-# By family: what asks for random numbers, and the first module that draws.
+# By family: what asks for random numbers, and the first module that draws. LayerDrop draws once for all ranks alike.
 DRAWING = {
-    "seed-oss": ({"attention_dropout": 0.0}, "model.layers.0.self_attn (SeedOssAttention)"),
-    "starcoder2": ({"residual_dropout": 0.1}, "model.layers.0.self_attn (Starcoder2Attention)"),
-    "opt": ({"layerdrop": 0.1}, "model.decoder (OPTDecoder)"),
-    "mixtral": ({"router_jitter_noise": 0.1}, "model.layers.0.mlp (MixtralSparseMoeBlock)"),
+    "seed-oss": ({"attention_dropout": 0.0}, "what model.layers.0.self_attn (SeedOssAttention) returns differs"),
+    "starcoder2": ({"residual_dropout": 0.1}, "what model.layers.0.self_attn (Starcoder2Attention) returns differs"),
+    "opt": ({"layerdrop": 0.1}, "OPTForCausalLM draws random numbers in its forward pass"),
+    "mixtral": ({"router_jitter_noise": 0.1}, "what model.layers.0.mlp (MixtralSparseMoeBlock) hands"),
 }
 
 
@@ -195,20 +195,27 @@ RANDOM = [
     *(
         Refusal(
             f"{name} draws, {how}",
-            f"{place} draws random numbers in its forward pass",
+            words,
             options,
             functools.partial(drawing, name),
             long=name in ("starcoder2", "opt"),
         )
-        for (name, (_, place)), (how, options) in zip(
+        for (name, (_, words)), (how, options) in zip(
             DRAWING.items(),
             2 * (("checkpointed", {"gradient_checkpointing": True}), ("own loss", {"trainer_class": LastThird})),
             strict=True,
         )
     ),
+    *(
+        Refusal(f"{name} draws, unproved", words, options, functools.partial(drawing, name), config=UNPROVED)
+        for name, words, options in (
+            ("seed-oss", "SeedOssForCausalLM draws random numbers in its forward pass", {}),
+            ("mixtral", "MixtralForCausalLM draws random numbers in its", {"trainer_class": LastThird}),
+        )
+    ),
     Refusal(
         "a draw in a later step",
-        "LlamaForCausalLM, in a module that is not known, draws random numbers",
+        "LlamaForCausalLM draws random numbers in its forward pass",
         {"max_steps": 2},
         prepare=drops_late,
     ),
@@ -233,8 +240,9 @@ def test_a_model_that_draws_trains_on_one_rank():
 
 def test_only_training_is_watched():
     model = tiny_model("starcoder2", residual_dropout=0.1)
-    draws = RandomDraws(model)
-    with draws.refused(model):
-        torch.rand(())
-    with pytest.raises(ringtile.RefusedError, match="Starcoder2"), draws.refused(model.train()):
-        model(torch.ones(1, 4, dtype=torch.long))
+    assert states_before(model.eval()) is None
+    before = states_before(model.train())
+    refuse_drawn(model, before)
+    model(torch.ones(1, 4, dtype=torch.long))
+    with pytest.raises(ringtile.RefusedError, match="Starcoder2ForCausalLM draws random numbers in its forward pass"):
+        refuse_drawn(model, before)

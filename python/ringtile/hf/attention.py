@@ -21,12 +21,12 @@ from ringtile import keep
 from ringtile.attn.attention import ring_attention
 from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
-from ringtile.hf import temperature
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, main_input, waiting_batch
-from ringtile.hf.drawn_masks import intervals_of
 from ringtile.hf.families import EAGER_SINKS
 from ringtile.hf.keys import DOCUMENTS, LOSS, OUTPUT, key_of_tree
 from ringtile.hf.layers import is_causal, mask_of_layer
+from ringtile.hf.masks import intervals_of
+from ringtile.hf.positions import scaled
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.stream.attend import running_chunk
@@ -137,7 +137,7 @@ def attention_forward(
     chunk = running_chunk()
     batch.attention_calls += chunk is None or chunk.tokens.start == 0  # a streamed layer counts once
     keep.called_by(module)
-    query = temperature.scaled(module, query, batch)
+    query = scaled(module, query, batch)
     query, key, value = (as_autocast(x) for x in (query, key, value))
     attend = ring_attention if chunk is None else chunk.attend
     out = attend(

@@ -20,10 +20,9 @@ from ringtile.errors import RefusedError
 from ringtile.hf import trainers
 from ringtile.hf.batch import ShardedBatch, active, active_batch
 from ringtile.hf.group import accelerate_knows_groups, exchanged
-from ringtile.hf.model import check_model
+from ringtile.hf.model import check_model, refuse_drawn, states_before
 from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.patches import Patches
-from ringtile.hf.random_draws import RandomDraws
 from ringtile.hf.strategy import Strategy
 
 
@@ -54,7 +53,6 @@ class LossOnShards(Strategy):
         trainer = self.trainer
         self.last_batch: ShardedBatch | None = None
         self.counts_ranks = False  # whether the Trainer has counted the items of every rank of a group
-        self.draws = RandomDraws(self.base)
         self.watches_loss = trainers.uses_model_loss(trainer)
         self.patches.wrap(trainer, "compute_loss", self._compute_loss)
         self.patches.wrap(trainer, "prediction_step", self._prediction_step)
@@ -126,8 +124,9 @@ class LossOnShards(Strategy):
                 one_step = Patches()
                 stack.callback(one_step.restore)
                 one_step.set(self.trainer, "current_gradient_accumulation_steps", 1)
-            with self.draws.refused(model):
-                found = original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+            before = states_before(model)
+            found = original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+            refuse_drawn(self.base, before)
             loss, *outputs = found if return_outputs else (found,)
             # What the Trainer logs, and leaves out since it is not finite, is the same on all ranks.
             loss = exchanged(loss, self.group.mean, lambda gradient: gradient)

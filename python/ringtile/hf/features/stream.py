@@ -26,15 +26,15 @@ from transformers.utils.output_capturing import _active_collector
 from ringtile.attn.attention import ring_attention
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, RefusedError, shown
-from ringtile.hf import attention, temperature
+from ringtile.hf import attention
 from ringtile.hf.batch import CHECKPOINTING, STREAMED, active_batch, as_now
-from ringtile.hf.drawn_masks import intervals_of
 from ringtile.hf.families import CACHES, MIXERS, UNKNOWN_RECURRENCES, WHOLE_SEQUENCES
 from ringtile.hf.feature import Feature
 from ringtile.hf.group import deepspeed_shards_sequences
-from ringtile.hf.masks import mask_of_batch
+from ringtile.hf.masks import intervals_of, mask_of_batch
 from ringtile.hf.model import attends_causally, base_model, refuse_modules, text_modules
 from ringtile.hf.patches import Patches
+from ringtile.hf.positions import leave_temperature, scaled_at
 from ringtile.hf.tiled_forward import RecordingForward, TiledForward, gather_as_one, own_forward
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -91,7 +91,7 @@ def _stream(model: nn.Module, stream_tokens: int, patches: Patches) -> None:
     patches.on_restore(lambda: base.set_attn_implementation(before))
     install(base, stream_tokens, patches)
     base.set_attn_implementation(NAME)
-    temperature.leave_to_ringtile(base, patches)
+    leave_temperature(base, patches)
     if base.config.get_text_config()._attn_implementation != NAME:
         raise RefusedError(f"{type(base).__name__} does not attend through transformers' AttentionInterface: {WHOLE}")
 
@@ -261,7 +261,7 @@ def attend(
             f"ringtile.enable only: set its rate to 0 in the model's config"
         )
     if chunk is not None:
-        query = temperature.scaled_at(module, query, torch.arange(chunk.tokens.start, chunk.tokens.stop))
+        query = scaled_at(module, query, torch.arange(chunk.tokens.start, chunk.tokens.stop))
     q, k, v = (attention.as_autocast(x).transpose(1, 2) for x in (query, key, value))
     run = ring_attention if chunk is None else chunk.attend
     softcap, sinks = options.get("softcap") or 0.0, options.get("s_aux")
