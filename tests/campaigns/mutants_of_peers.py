@@ -264,9 +264,9 @@ MUTANTS = [
     Mutant(
         "peers: the loss is multiplied by the number of ranks",
         "python/ringtile/hf/loss_on_shards.py",
-        "                found = original(model, local, return_outputs=return_outputs, num_items_in_batch="
+        "            found = original(model, local, return_outputs=return_outputs, num_items_in_batch="
         "num_items_in_batch)\n",
-        "                found = self.group.size * original(model, local, num_items_in_batch=num_items_in_batch)\n",
+        "            found = self.group.size * original(model, local, num_items_in_batch=num_items_in_batch)\n",
         "tests/hf/test_hf_exact.py -k smoothing",
         source="NVIDIA/Megatron-LM#906",
         case="token mean",
