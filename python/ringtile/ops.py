@@ -147,6 +147,9 @@ KERNELS: dict[str, Callable[[torch.device, torch.dtype], str]] = {  # what is wr
     "dropout": lambda device, dtype: kernels.dropout(_ops.dropout, device, dtype),
     "delta": lambda device, dtype: kernels.delta(_ops.attn_delta, device, dtype),
     "merge": lambda device, dtype: kernels.merge(_ops.attn_merge_, device, dtype),
+    "indexed attention": lambda device, dtype: kernels.indexed_attention(
+        _ops.indexed_attn, _ops.indexed_attn_backward, device, dtype
+    ),
 }
 
 
@@ -289,6 +292,49 @@ def attn_merge_(
     _call("merge", "attn_merge_", "part", part, part_lse, out, lse, fresh, first_row, rows, rounded)
     torch.autograd.graph.increment_version((out, lse))  # as choose.py asks whether they have changed
 
+
+# ---- attention over chosen keys -----------------------------------------------------------------
+
+
+def indexed_attn(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64: of each query over the keys that it names.
+
+    q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv), indices int32 (B, N, I): rows of k, contiguous. An index outside of
+    [0, K) is no key, one that comes twice is two keys. k and v have unit stride in the last dim; fastest where the keys
+    of a head lie together. On a GPU, torch operations gather the keys of a few queries at a time.
+    """
+    return _call("indexed attention", "indexed_attn", "q", q, k, v, indices, scale)  # type: ignore[no-any-return]
+
+
+def indexed_attn_backward(
+    dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq of q's dtype; dk and dv of state_dtype, for more to be added to them, the keys of a head together.
+
+    The same bits for any number of threads: the keys' gradients are added in the order of queries.
+    """
+    given = out, lse, q, k, v, indices, scale
+    return _call("indexed attention", "indexed_attn_backward", "dout", dout, dlse, *given)  # type: ignore[no-any-return]
+
+
+@torch.library.register_fake("ringtile::indexed_attn")  # type: ignore[untyped-decorator]
+def _(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    arguments.check_devices("q", q, k=k, v=v, indices=indices)
+    (B, N, H, _), Dv = q.shape, v.size(3)
+    return q.new_empty((B, N, H, Dv)), q.new_empty((B, H, N), dtype=torch.float64)
+
+
+@torch.library.register_fake("ringtile::indexed_attn_backward")  # type: ignore[untyped-decorator]
+def _(
+    dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    arguments.check_devices("dout", dout, dlse=dlse, out=out, lse=lse, q=q, k=k, v=v, indices=indices)
+    dk, dv = (torch_ops.heads_first(x) for x in (k, v))
+    return q.new_empty(q.shape), dk, dv
+
+
+for _name in ("indexed_attn", "indexed_attn_backward"):
+    torch.library.impl(f"ringtile::{_name}", "CUDA", getattr(torch_ops, _name))
 
 # ---- sequence -----------------------------------------------------------------------------------
 

@@ -1,0 +1,187 @@
+"""Attention over chosen keys, and the choice, on ranks: against dense masked attention in float64 and a stable sort.
+
+Shape letters: B batch, S global tokens, H heads, G kv heads, D head dim, Dv value head dim, I indices of a query.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from attention_calls import FLOAT64_TOLERANCE, MASKS, layout_of, problem
+from counting import Counting
+from oracle import dense_attention
+from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, ShardedSequence, ops, torch_ops
+from ringtile.attn import indexed
+from ringtile.attn.indexed import choose_keys, indexed_attention
+from strategies import dense
+from torch import Tensor
+
+ONE_SIDED = [name for name in MASKS if name != "tree"]
+LAYOUTS = ("contiguous", "zigzag", "balanced", "uneven")
+
+
+class Indexer(NamedTuple):
+    q: Tensor  # (B, S, H, D)
+    k: Tensor  # (B, S, D)
+    weights: Tensor  # (B, S, H)
+
+
+def indexer(batch: int = 1, seq_len: int = 48, seed: int = 0) -> Indexer:
+    """Of whole numbers, whose scores are exact: many are equal, most often 0 after the relu."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (batch, seq_len, 3, 4), (batch, seq_len, 4), (batch, seq_len, 3)
+    return Indexer(*(torch.randint(-2, 3, shape, generator=generator).float() for shape in shapes))
+
+
+def by_sorting(of: Indexer, mask: IntervalMask, count: int) -> Tensor:
+    """bool (B, S, S): the definition. relu(q k) by weights, and of equal ones the first."""
+    scores = torch.einsum("bshd,btd->bsht", of.q.double(), of.k.double()).mul(0.5).relu()
+    totals = torch.einsum("bsht,bsh->bst", scores, of.weights.double()).masked_fill(~dense(mask), -torch.inf)
+    order = totals.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return torch.zeros_like(totals, dtype=torch.bool).scatter(-1, order, value=True) & dense(mask)
+
+
+def as_matrix(chosen: Tensor, seq_len: int) -> Tensor:
+    """int (B, S, I) -> bool (B, S, S)."""
+    found = torch.zeros(*chosen.shape[:2], seq_len + 1, dtype=torch.bool)
+    return found.scatter(-1, chosen.long().masked_fill(chosen < 0, seq_len), value=True)[..., :-1]
+
+
+def chosen_on(of: Indexer, mask: IntervalMask, layout: Layout, count: int) -> Tensor:
+    """int32 (B, S, I), put together."""
+
+    def rank(group: object) -> Tensor:
+        sequence = ShardedSequence(mask, layout, group)  # type: ignore[arg-type]
+        local = choose_keys(*(sequence.shard(x, 1) for x in of), sequence, count, 0.5)
+        return sequence.unshard(local, 1)
+
+    return LoopbackWorld(layout.world_size).run(rank)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ONE_SIDED)
+def test_choice_is_that_of_a_stable_sort_on_any_ranks(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ties included; in blocks of few queries and keys; ascending, then -1."""
+    mask, of = MASKS[name], indexer()
+    monkeypatch.setattr(indexed, "_KEYS_AT_ONCE", 7)
+    monkeypatch.setattr(torch_ops, "BLOCK_NUMBERS", 20)
+    for world_size in (1, 2, 3, 4):
+        for count in (5, 1000):
+            found = chosen_on(of, mask, layout_of(layout, mask, world_size), count)
+            assert found.shape == (1, 48, min(count, 48))
+            assert torch.equal(as_matrix(found, 48), by_sorting(of, mask, count))
+            ordered = torch.where(found < 0, 99, found)
+            assert torch.equal(ordered, ordered.sort(dim=-1).values)
+
+
+def test_of_scores_of_zero_the_first_keys_are_chosen() -> None:
+    """Below 0 is every other score."""
+    of = indexer()
+    of = Indexer(of.q[:, :, :1], of.k, torch.full((1, 48, 1), -1.0))
+    mask = IntervalMask.causal(48)
+    assert torch.equal(as_matrix(chosen_on(of, mask, Layout.zigzag(48, 2), 6), 48), by_sorting(of, mask, 6))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["causal", "documents", "padding"])
+def test_attention_is_the_dense_one_over_the_chosen_keys(name: str, layout: str) -> None:
+    """out and gradients, with sinks and without, on any ranks."""
+    p, mask = problem(batch=2), MASKS[name]
+    attend = by_sorting(indexer(2), mask, 6)
+    for sinks in (None, torch.linspace(-1, 2, 4, dtype=torch.float64)):
+        given = [x for x in (p.q, p.k, p.v, sinks) if x is not None]
+        wanted = [x.clone().requires_grad_() for x in given]
+        expected = dense_attention(*wanted[:3], attend, None, 0.0, *wanted[3:])[0]
+        gradients = torch.autograd.grad(expected, wanted, p.dout)
+        for world_size in (1, 2, 3, 4):
+            made = layout_of(layout, mask, world_size)
+
+            def rank(group: object, made: Layout = made, sinks: Tensor | None = sinks) -> list[Tensor]:
+                sequence = ShardedSequence(mask, made, group)  # type: ignore[arg-type]
+                leaves = [sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v)]
+                own = [] if sinks is None else [sinks.clone().requires_grad_()]
+                local = choose_keys(*(sequence.shard(x, 1) for x in indexer(2)), sequence, 6)
+                out = indexed_attention(*leaves, local, sequence, sinks=own[0] if own else None)
+                (*of_leaves,) = torch.autograd.grad(out, leaves + own, sequence.shard(p.dout, 1))
+                whole = [sequence.unshard(x, 1) for x in (out, *of_leaves[:3])]
+                return [x.detach() for x in (*whole, *of_leaves[3:])]
+
+            of_ranks = LoopbackWorld(world_size).run(rank)
+            got = [*of_ranks[0][:4], *([sum(each[4] for each in of_ranks)] if sinks is not None else [])]
+            for x, y in zip(got, [expected, *gradients], strict=True):
+                torch.testing.assert_close(x, y.detach(), rtol=0, atol=FLOAT64_TOLERANCE)
+
+
+def test_another_document_moves_no_bit() -> None:
+    """Of the choice, the output and the gradients of the other documents."""
+    mask, layout = MASKS["documents"], Layout.zigzag(48, 2)
+    other = slice(14, 34)  # the third document
+
+    def results(changed: bool) -> list[Tensor]:
+        p, of = problem(dtype=torch.float32), indexer()
+        if changed:
+            for x in (*of, p.q, p.k, p.v, p.dout):
+                x[:, other] += 1
+
+        def rank(group: object) -> list[Tensor]:
+            sequence = ShardedSequence(mask, layout, group)  # type: ignore[arg-type]
+            leaves = [sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v)]
+            local = choose_keys(*(sequence.shard(x, 1) for x in of), sequence, 6)
+            out = indexed_attention(*leaves, local, sequence)
+            grads = torch.autograd.grad(out, leaves, sequence.shard(p.dout, 1))
+            return [sequence.unshard(x.detach(), 1) for x in (local, out, *grads)]
+
+        return LoopbackWorld(2).run(rank)[0]
+
+    keep = torch.ones(48, dtype=torch.bool)
+    keep[other] = False
+    for before, after in zip(results(changed=False), results(changed=True), strict=True):
+        assert torch.equal(before[:, keep], after[:, keep])
+        assert not torch.equal(before[:, other], after[:, other])
+
+
+def test_no_tensor_is_as_large_as_the_scores() -> None:
+    """Of 4096 tokens, each of which attends 64: the largest tensor is that of a few queries, or linear in S."""
+    seq_len, count = 4096, 64
+    mask, of = IntervalMask.causal(seq_len), indexer(seq_len=seq_len)
+    sequence = ShardedSequence(mask, Layout.contiguous(seq_len, 1))
+    leaves = [torch.randn(1, seq_len, 2, 8, requires_grad=True) for _ in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_ops, "BLOCK_NUMBERS", 1 << 14)
+        with Counting() as counted:
+            out = indexed_attention(*leaves, choose_keys(*of, sequence, count), sequence)
+            out.sum().backward()
+    assert counted.largest <= seq_len * count < seq_len**2 / 16
+
+
+@pytest.mark.parametrize("dtype", ops.FLOAT_DTYPES)
+def test_kernel_and_torch_operations_agree(dtype: torch.dtype) -> None:
+    """The self-test, of both, finds nothing; and finds a kernel that leaves a key out."""
+    cpu = torch.device("cpu")
+    assert ops.why_not_kernel("indexed attention", cpu, dtype) == ""
+    backward = torch.ops.ringtile.indexed_attn_backward
+    test = ops.kernels.indexed_attention
+
+    def forgets(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        return torch_ops.indexed_attn(q, k, v, indices[..., 1:], scale)
+
+    assert test(torch_ops.indexed_attn, torch_ops.indexed_attn_backward, cpu, dtype) == ""
+    assert "another out" in test(forgets, backward, cpu, dtype)
+
+
+def test_what_it_refuses() -> None:
+    sequence = ShardedSequence(MASKS["causal"], Layout.contiguous(48, 1))
+    p, indices = problem(), torch.zeros(1, 48, 3, dtype=torch.int32)
+    for q, given, message in (
+        (p.q, indices.long(), r"indices are torch.int64 \(1, 48, 3\); expected int32 \(1, 48, I\)"),
+        (p.q, indices[:, 1:], "indices are"),
+        (p.q[:, 1:], indices, "rows and local tokens"),
+        (p.q.float(), indices, "k has dtype"),
+    ):
+        with pytest.raises(InputError, match=message):
+            indexed_attention(q, p.k, p.v, given, sequence)
+    tree = ShardedSequence(MASKS["tree"], Layout.contiguous(48, 1))
+    with pytest.raises(InputError, match="the mask has two sides"):
+        choose_keys(*indexer(), tree, 3)
