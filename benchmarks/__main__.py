@@ -40,7 +40,7 @@ CHOICES: dict[str, tuple[type, str]] = {
     ),
     "dtype": (str, "of tensors and weights"),
     "seq_len": (str, "tokens: 4096, 32K or 1M (binary: 1K is 1024)"),
-    "head_dim": (int, "attention, ring, scan: numbers of a head"),
+    "head_dim": (int, "attention, ring, scan: size of a head"),
     "num_heads": (int, "attention, ring: query heads; scan: heads"),
     "num_kv_heads": (int, "attention, ring: key and value heads; scan: those of q and k"),
     "world_size": (int, "ring: ranks"),
@@ -50,7 +50,7 @@ CHOICES: dict[str, tuple[type, str]] = {
     "intermediate_size": (int, "mlp: width inside"),
     "vocab_size": (int, "loss: classes"),
     "num_tiles": (int, "mlp, loss: tiles of tokens"),
-    "num_completions": (int, "tree: that share the prompt"),
+    "num_completions": (int, "tree: completions that share the prompt"),
 }
 LETTERS = {
     "seq_len": "S",
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="what docs/guide/performance.md quotes, in a few minutes")
     parser.add_argument("--repeats", type=int, default=7, metavar="COUNT", help="samples of each, taken in turn (7)")
     parser.add_argument("--threads", type=int, metavar="COUNT", help="of a process (all cores; in a ring its share)")
-    parser.add_argument("--memory", action="store_true", help="attention: also memory, as always in mlp and loss")
+    parser.add_argument("--memory", action="store_true", help="attention: measure memory too (mlp and loss always do)")
     parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="write a roofline picture to FILE")
     parser.add_argument("--backend", action="append", metavar="NAME", help="who computes (all); may be given again")
     choices = parser.add_argument_group(

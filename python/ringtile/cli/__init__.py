@@ -28,7 +28,7 @@ MAX_LINE = 1000  # characters of an error
 VERBS = {
     "train": "train a model from a YAML file; start it with torchrun for several ranks",
     "verify": "prove that n ranks compute the same as one, op by op and in training",
-    "plan": "show which keys travel between the ranks of a ring, and what that costs",
+    "plan": "plan memory, traffic and time of a training, or of one layer, before it runs",
     "doctor": "report versions, compiled kernels, devices, and what is patched",
 }
 

@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FLOPS,WITHIN[,BETWEEN]",
         help="flops per second of a device, bytes per second of a rank within a host and between hosts: for seconds",
     )
-    parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="draw what each rank computes and sends")
+    parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="draw work and messages, or parts of memory")
     parser.add_argument("--batch", type=int, default=1, metavar="B", help="sequences in a batch (1)")
 
 

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tiled-mlp", action="store_true", help="the MLP in tiles")
     group.add_argument("--tiled-norm", action="store_true", help="RMSNorms in tiles")
     group.add_argument("--tiled-loss", action="store_true", help="the loss in tiles")
-    group.add_argument("--tile-tokens", type=int, metavar="TOKENS", help="of a tile (16384)")
+    group.add_argument("--tile-tokens", type=int, metavar="TOKENS", help="tokens per tile (16384)")
     group.add_argument("--bf16", action="store_true", help="mixed precision, as training.bf16")
     group.add_argument(
         "--lora-rank", type=int, default=0, metavar="R", help="of PEFT's adapters on all linear layers; 0: none (0)"
@@ -70,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a GRPO step: rows that the ranks of a group generate together, --batch times steps_per_generation "
         "(--batch); 0: they are generated elsewhere",
     )
-    group.add_argument("--reference-model", action="store_true", help="of a GRPO step: beta is above 0")
-    group.add_argument("--images", type=int, metavar="COUNT", help="of each row, of a model of images and text")
+    group.add_argument("--reference-model", action="store_true", help="a GRPO step has one (beta > 0)")
+    group.add_argument("--images", type=int, metavar="COUNT", help="images per row")
     group.add_argument(
         "--image-size", metavar="HEIGHTxWIDTH", help="of each image in pixels; not where a model takes one size only"
     )
