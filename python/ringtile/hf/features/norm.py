@@ -1,19 +1,21 @@
 """Runs all RMSNorms of a model in tiles: `ringtile.tile_norms` and the Trainer's `tiled_norm: true`.
 
 transformers computes an RMSNorm in float32, step by step. Its backward holds seven float32 tensors as large as the
-hidden states, which is the peak of a layer whose MLP is tiled. In tiles they are as large as one tile.
+hidden states, which is the peak of a layer whose MLP is tiled. In tiles they are as large as one tile. On a GPU, a norm
+that computes what torch's own does is that one kernel instead, which keeps its input and a number a row.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ringtile.errors import RefusedError
 from ringtile.hf.feature import Feature
@@ -29,6 +31,7 @@ def tile_norms(model: nn.Module, tile_tokens: int = 16384) -> Patches:
     """Run every RMSNorm of the model in tiles of tile_tokens tokens; `.restore()` on the result undoes it.
 
     A norm of heads gets tiles of as many elements. Each tile runs the module's own forward, once more in the backward.
+    On a GPU torch's rms_norm, which rounds once, takes the place of a forward that computes the same and rounds twice.
     An RMSNorm is a module whose class name ends so, with one weight for the last dim.
 
     InputError: tile_tokens is below 1. RefusedError: the model has none, or the forward of one was replaced.
@@ -80,6 +83,9 @@ class _TiledNorm(TiledForward):
     """The forward of a norm."""
 
     tile_numbers: int
+    eps: dict[tuple[bool, torch.dtype], float | None] = field(
+        default_factory=dict
+    )  # of torch's norm, by mode and dtype
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -88,6 +94,10 @@ class _TiledNorm(TiledForward):
         if limit == 0 or len(args) + len(kwargs) != 1 or not isinstance(x, Tensor) or x.dim() < 2:
             return self.own_forward(module, *args, **kwargs)
         self._check(module, x)
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and (eps := self._torch_eps(module, weight, x)) is not None:
+            with torch.autocast(x.device.type, enabled=False):  # which would make it float32
+                return functional.rms_norm(x, x.shape[-1:], weight, eps)
         rows = max(1, self.tile_numbers // x.size(-1))
         return run_tiles(module, self.own_forward, x, min(rows, limit or rows), use_original_mlp=True)
 
@@ -117,6 +127,42 @@ class _TiledNorm(TiledForward):
                 "treats each row of the last dim alone: set tiled_norm: false"
             )
         known.add(kind)
+
+    def _torch_eps(self, module: nn.Module, weight: Tensor, x: Tensor) -> float | None:
+        """Return the eps with which torch's norm is one kernel that computes what the module does; None: it is not.
+
+        Found out once for a mode and dtype, by rows of several sizes and other weights, which a copy of the module has.
+        """
+        kind = (module.training, x.dtype)
+        if not _has_kernel(x) or weight.dtype != x.dtype:
+            return None
+        if kind not in self.eps:
+            if _is_captured(x):
+                return None
+            self.eps[kind] = self._found_eps(module, x)
+        return self.eps[kind]
+
+    def _found_eps(self, module: nn.Module, x: Tensor) -> float | None:
+        waves = torch.arange(1, 1 + 3 * x.size(-1), device=x.device, dtype=torch.float32).sin().view(3, -1)
+        sizes = torch.tensor([[30.0], [1.0], [1e-3]], device=x.device)  # of the last ones an eps is a part
+        some = (waves * sizes).to(x.dtype).view(*[1] * (x.dim() - 2), 3, -1)
+        weight = nn.Parameter((2 * waves[0].flip(0)).to(x.dtype))  # of both signs
+        twin = object.__new__(type(module))
+        vars(twin).update(vars(module), _parameters={"weight": weight})
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            expected = self.own_forward(twin, some)
+            for eps in {each for each in vars(module).values() if isinstance(each, float) and 0 < each < 1}:
+                found = functional.rms_norm(some, some.shape[-1:], weight, eps)
+                # A mean of n positive terms has log2 n roundings, half of which its root keeps; three products have 3.
+                near = (found - expected).abs() <= 8 * torch.finfo(x.dtype).eps * expected.abs()
+                if found.dtype == expected.dtype and bool(near.all()):
+                    return eps
+        return None
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether torch has its norm as one kernel there, which keeps no float32 copies."""
+    return x.is_cuda
 
 
 def _is_captured(x: Tensor) -> bool:
