@@ -165,3 +165,19 @@ def test_trainers_that_share_a_replacement_are_restored_in_any_order() -> None:
     assert module.mix(1) == 2
     records[1].restore()
     assert module.mix is original
+
+
+# ---- learned sparse attention -------------------------------------------------------------------
+
+OTHER_INDEXERS = {  # pools or blocks of keys, or rows of images
+    *("DeepseekV4Indexer", "DeepseekV4IndexerScorer", "Glm5NextTextIndexer", "HYV4VLIndexer", "MiniMaxM3VLIndexer"),
+    "Qwen4ExpTextQSAIndexer",
+}
+
+
+def test_every_indexer_of_the_release_is_known() -> None:
+    found = {
+        name for text in sources().values() for name in re.findall(r"^class (\w*Indexer\w*)\(", text, re.MULTILINE)
+    }
+    assert found - families.INDEXERS <= OTHER_INDEXERS
+    assert found >= families.INDEXERS or not CHUNKS_FOLLOW_POSITIONS, families.INDEXERS - found

@@ -263,6 +263,10 @@ ON_TWO_RANKS = {  # what is touched besides
         {f"{LAYERS}.conv.{hooks}" for hooks in ("_forward_hooks", "_forward_pre_hooks")}
         | {"transformers.models.lfm2.modeling_lfm2.causal_conv1d_fn", *BALANCING},
     ),
+    "learned sparse attention": (
+        {"model": functools.partial(hybrid, "deepseek_v32")},
+        {f"{LAYERS}.self_attn.indexer.forward", *BALANCING},
+    ),
     "a loss of its own": ({"trainer_class": LastThird}, {"model._forward_hooks", "model.generate"}),
     "images": (
         {"model": functools.partial(image_model, "llava")},

@@ -44,7 +44,8 @@ _SIZES = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"), _HEADS),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "swa_num_attention_heads"), _HEADS),
     **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads", "linear_num_heads"), _HEADS),
-    **dict.fromkeys(("linear_num_value_heads", "index_n_heads", "mamba_n_heads", "mamba_num_heads"), _HEADS),
+    **dict.fromkeys(("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"), _HEADS),
+    "index_n_heads": 16,  # of few, a whole score is 0 after the relu for many keys, and torch.topk breaks no ties
     **dict.fromkeys(
         ("head_dim", "swa_head_dim", "d_head", "dim_head", "kv_channels", "attention_head_size"), _HEAD_DIM
     ),
@@ -80,7 +81,7 @@ _SIZES = {
 # Of to_dict(), what some types do not take back, or make of the number of layers.
 _NOT_ARGUMENTS = (
     *("transformers_version", "architectures", "dtype", "_name_or_path", "output_attentions", "per_layer_config"),
-    *("model_type", "moe_layers"),
+    *("model_type", "moe_layers", "kv_source_layers"),
 )
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "linear_num_key_heads", "n_head_kv")
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
@@ -103,6 +104,7 @@ _BESIDES: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": {**_SECTIONS, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},
     **{name: {"vision_start_token_id": VOCABULARY} for name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")},
     **{name: {"index_topk": 16} for name in ("glm5_next", "glm5_next_text")},
+    **{name: {"indexer_types": ["full", "shared"] * LAYERS_OF_A_KIND} for name in ("glm_moe_dsa", "hy_v4")},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_SECTIONS, "mrope_section": [1, 1, 2]}},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * LAYERS_OF_A_KIND, "num_experts_per_tok": 2},
     "diffusion_gemma_text": {"num_experts": _EXPERTS, "top_k_experts": 2, "moe_intermediate_size": _INTERMEDIATE},

@@ -20,6 +20,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from ringtile import keep
 from ringtile.attn.attention import ring_attention
 from ringtile.attn.call import AttentionDropout
+from ringtile.attn.indexed import indexed_attention
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, main_input, waiting_batch
 from ringtile.hf.families import EAGER_SINKS
@@ -134,24 +135,37 @@ def attention_forward(
             f"{type(module).__name__} uses attention dropout {probability} where ringtile does not count it; expected "
             f"a training step, of a model whose config had a rate of attention dropout at ringtile.enable: set it to 0"
         )
-    chunk = running_chunk()
+    chunk, indices = running_chunk(), options.get("indices")
+    if indices is not None:
+        _refuse_beside_indices(module, options, streamed=chunk is not None)
     batch.attention_calls += chunk is None or chunk.tokens.start == 0  # a streamed layer counts once
     keep.called_by(module)
     query = scaled(module, query, batch)
     query, key, value = (as_autocast(x) for x in (query, key, value))
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    sequence, scale = _sequence_of(module, attention_mask, options, batch), options.get("scaling")
+    if indices is not None:
+        return indexed_attention(q, k, v, indices, sequence, scale=scale, sinks=options.get("s_aux")), None
     attend = ring_attention if chunk is None else chunk.attend
     out = attend(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        _sequence_of(module, attention_mask, options, batch),
-        scale=options.get("scaling"),
+        *(q, k, v, sequence),
+        scale=scale,
         softcap=options.get("softcap") or 0.0,
         sinks=options.get("s_aux"),
         dropout=dropout,
         attention_kernel=batch.attention_kernel,
     )
     return out, None
+
+
+def _refuse_beside_indices(module: nn.Module, options: dict[str, Any], *, streamed: bool) -> None:
+    """RefusedError: a layer whose indexer has chosen keys asks for something else besides."""
+    others = [name for name in ("dropout", "softcap", "sliding_window") if options.get(name)]
+    if others or streamed:
+        raise RefusedError(
+            f"{type(module).__name__} attends chosen keys (indices) with {', '.join(others) or 'stream'}, which has "
+            f"not been shown to be exact; expected one of the two"
+        )
 
 
 def _sequence_of(
@@ -222,6 +236,8 @@ def _intervals_of(attention_mask: Tensor) -> IntervalMask | None:
 def transformers_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
+    if (indices := options.pop("indices", None)) is not None:
+        attention_mask = _only_chosen(attention_mask, indices)
     forward = sdpa_attention_forward
     if _needs_eager(module.config):
         forward = sys.modules[type(module).__module__].eager_attention_forward
@@ -231,6 +247,16 @@ def transformers_attention(
             f"scaled_dot_product_attention leaves out; expected one of {', '.join(sorted(EAGER_SINKS))}"
         )
     return cast("tuple[Tensor, Tensor | None]", forward(module, query, key, value, attention_mask, **options))
+
+
+def _only_chosen(attention_mask: Tensor | None, indices: Tensor) -> Tensor:
+    """A mask (B, 1, N, S), bool or added to the scores, narrowed to the keys that an indexer has chosen (B, N, I)."""
+    if attention_mask is None:
+        raise RefusedError("a layer chooses its keys and got no attention mask; expected that of its indexer")
+    others = torch.ones(*indices.shape[:2], attention_mask.size(-1), dtype=torch.bool, device=indices.device)
+    others = others.scatter_(-1, indices.long(), value=False)[:, None]
+    least = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
+    return attention_mask.masked_fill(others, least)
 
 
 def _refuse_inexact(
@@ -255,8 +281,8 @@ def _refuse_inexact(
 
 def refuse_unknown(module: nn.Module, options: Mapping[str, Any]) -> None:
     """RefusedError: an option may change what an attention module computes."""
-    name = type(module).__name__
-    for argument in unknown_arguments(options, _KNOWN):
+    name, known = type(module).__name__, _KNOWN | ({"indices"} if hasattr(module, "indexer") else set())
+    for argument in unknown_arguments(options, known):
         if argument in _MEANINGS:
             raise RefusedError(f"{name} uses {_MEANINGS[argument]} ({argument}), which the ring cannot compute yet")
         raise RefusedError(

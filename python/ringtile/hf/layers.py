@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from ringtile.hf.families import MIXERS
+from ringtile.hf.families import INDEXERS, MIXERS
 
 
 class LayerMask(NamedTuple):
@@ -42,8 +42,18 @@ def num_layers(config: Any) -> tuple[int, int]:
 
 
 def mixers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
-    """Return the mixers among modules, by path; also those that FSDP2 shards, which it gives a class of its own."""
-    return {path: module for path, module in modules if any(cls.__name__ in MIXERS for cls in type(module).__mro__)}
+    """Return the mixers among modules, by path."""
+    return _of_classes(modules, MIXERS)
+
+
+def indexers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
+    """Return the indexers among modules, by path."""
+    return _of_classes(modules, INDEXERS)
+
+
+def _of_classes(modules: Iterable[tuple[str, nn.Module]], names: Container[str]) -> dict[str, nn.Module]:
+    """Also those that FSDP2 shards, which it gives a class of its own."""
+    return {path: module for path, module in modules if any(cls.__name__ in names for cls in type(module).__mro__)}
 
 
 def layer_masks(config: Any, causal: bool = True) -> list[LayerMask]:

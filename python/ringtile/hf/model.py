@@ -20,7 +20,7 @@ from ringtile.first_batch.run import is_recording
 from ringtile.hf import attention
 from ringtile.hf.batch import active_batch
 from ringtile.hf.families import WHOLE_SEQUENCES
-from ringtile.hf.layers import RECURRENT_TYPES, known_types, mixers, num_layers
+from ringtile.hf.layers import RECURRENT_TYPES, indexers, known_types, mixers, num_layers
 from ringtile.hf.model_loss import is_sum_over_tokens, shifts_labels
 from ringtile.hf.patches import Patches
 from ringtile.hf.positions import leave_temperature
@@ -104,6 +104,8 @@ def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: boo
     layer_types = set(getattr(config, "layer_types", None) or ()) - known_types(causal)
     if causal and of_recurrence and len(of_recurrence) == num_layers(config)[1]:
         layer_types -= RECURRENT_TYPES | _TYPES_BY_TOKEN
+    if causal and indexers(modules):
+        layer_types -= {"indexed_attention"}
     if layer_types:
         raise RefusedError(
             f"{name} has layers of type {', '.join(sorted(layer_types))}; expected only "

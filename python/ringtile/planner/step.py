@@ -39,7 +39,7 @@ from ringtile.hf.features import recurrent, stream
 from ringtile.hf.features.loss import install_tiled_loss
 from ringtile.hf.features.mlp import install_tiled_mlp
 from ringtile.hf.features.norm import install_tiled_norm
-from ringtile.hf.layers import mask_of_layer, mixers
+from ringtile.hf.layers import indexers, mask_of_layer, mixers
 from ringtile.hf.model import INSTEAD, check_model, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.planner import grpo
@@ -411,6 +411,11 @@ def check(model: PreTrainedModel, setup: Setup) -> None:
     if setup.ringtile.context_parallel_size > 1:
         with unset_fake_temporarily():  # some of the model's functions are tried on numbers
             check_model(model, proved=setup.ringtile.first_batch_check)
+        if indexers(model.named_modules()):
+            raise RefusedError(
+                f"{type(model).__name__} chooses the keys of each query (learned sparse attention), not planned "
+                f"on ranks that share sequences: measure it with a short training"
+            )
 
 
 def _switch_attention(model: PreTrainedModel) -> None:
