@@ -334,7 +334,10 @@ def test_the_file_of_a_run_says_what_the_options_say(
 
 @pytest.mark.parametrize(
     ("model_type", "said"),
-    [("recurrent_gemma", "the RG-LRU"), ("bloom", "AttentionInterface"), ("doge", "keep_window_size")],
+    [
+        *(("recurrent_gemma", "the RG-LRU"), ("bloom", "AttentionInterface"), ("doge", "keep_window_size")),
+        ("deepseek_v32", "learned sparse attention"),
+    ],
 )
 def test_models_that_do_not_run_on_shards_are_refused(model_type: str, said: str) -> None:
     setup = Setup(tiny_config(model_type), devices=2, ringtile=Config(context_parallel_size=2))
