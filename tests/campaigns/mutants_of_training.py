@@ -94,8 +94,8 @@ MUTANTS = [
     Mutant(
         "collectives: gradient of unshard not summed",
         "python/ringtile/transport/collectives.py",
-        "total += shards.get(rank, own)",
-        "total = own",
+        "total += shard\n",
+        "total = shard\n",
         "tests/sequence/test_layout.py",
     ),
     # ---- recurrences over ranks

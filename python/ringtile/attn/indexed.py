@@ -19,7 +19,7 @@ from ringtile import arguments, derivatives, ops, torch_ops
 from ringtile.attn.call import check_options, check_tensors
 from ringtile.errors import InputError
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.collectives import _reduce_scatter_seq, all_gather_seq
+from ringtile.transport.collectives import all_gather_seq, unshard_op
 
 _KEYS_AT_ONCE = 8192  # that are scored for a few queries
 _LAST = 0x7FFFFFFF  # above every position
@@ -106,8 +106,8 @@ def _gathered(sequence: ShardedSequence, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
 def _own(sequence: ShardedSequence, grad: Tensor) -> Tensor:
     """(B, S, G, D), a part of the sum of each rank -> (B, N, G, D), summed in rank order. A collective."""
-    args = sequence.layout_tensor, 2, sequence.local_len, sequence.group_name
-    total: Tensor = _reduce_scatter_seq(grad.transpose(1, 2), *args)
+    args = sequence.layout_tensor, 2, sequence.local_len, True, sequence.group_name
+    total: Tensor = unshard_op(grad.transpose(1, 2), *args)
     return total.transpose(1, 2)
 
 
