@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import queue
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -155,6 +156,33 @@ def test_disagreement_that_a_host_ran_past_is_named_by_a_later_call() -> None:
         mine, theirs = ("one", "other") if rank == 0 else ("other", "one")
         expected = f"ranks disagree on op in call 3 ({mine}): rank {rank} has {mine}, rank {1 - rank} has {theirs}"
         assert all(message.startswith(expected) for message in messages)
+
+
+class SlowStore(dist.PrefixStore):
+    def set(self, key: str, value: str) -> None:
+        time.sleep(0.2)
+        super().set(key, value)
+
+
+def headers_on_their_way() -> list[str]:
+    """The threads that are left of a group that is destroyed just after a call for which no host waited."""
+    group, before = dist.new_group(), set(threading.enumerate())
+    assert group is not None
+    transport = as_over_nccl(group)
+    with patch.object(sockets, "PrefixStore", SlowStore):
+        for _ in range(2):
+            with transport.agree("test", {}):
+                pass
+    assert set(threading.enumerate()) - before
+    del transport
+    dist.destroy_process_group(group)
+    del group
+    return [thread.name for thread in set(threading.enumerate()) - before]
+
+
+def test_the_last_header_of_a_group_reaches_the_store() -> None:
+    """The process may end with the group, and others wait for its header."""
+    assert run_ranks(2, headers_on_their_way) == [[], []]
 
 
 def refused_over_nccl_alone() -> list[str]:

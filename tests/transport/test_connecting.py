@@ -185,3 +185,66 @@ def test_a_last_word_that_has_no_room_is_no_part_of_the_next() -> None:
     assert all(word.strip().isdigit() and b" " not in word.strip() for word in words)
     for each in (sender, other, listener):
         each.close()
+
+
+# ---- headers through the store ------------------------------------------------------------------
+
+
+class Store(dist.HashStore):
+    """The store of a group, until it ends."""
+
+    ended = False
+
+    def set(self, key: str, value: Any) -> None:
+        if self.ended:
+            raise dist.DistStoreError("Connection reset by peer")
+        super().set(key, value)
+
+
+def in_store(timeout_seconds: float = 5.0) -> tuple[Store, list[sockets.StoreChannel]]:
+    store = Store()
+    return store, [sockets.StoreChannel(store, rank, [1 - rank], timeout_seconds) for rank in (0, 1)]
+
+
+def header(number: int) -> bytes:
+    return str(number).encode().ljust(HEADER_BYTES)
+
+
+def take(channel: sockets.SocketChannel, peer: int) -> bytes:
+    channel.wait([peer])
+    received = channel.receive(peer)
+    assert received is not None
+    return received
+
+
+def test_headers_in_the_store_stay_in_order_and_the_last_ones_arrive() -> None:
+    _, (first, second) = in_store()
+    for number in range(5):
+        first.send(header(number), [1])
+    first.send_last(header(5))
+    first.close()
+    assert [take(second, 0) for _ in range(6)] == [header(number) for number in range(6)]
+    second.close()
+    with pytest.raises(agreement.PeerGoneError, match="it has closed the connection"):
+        second.receive(0)
+
+
+def test_a_group_that_was_idle_for_longer_than_its_timeout_is_awake_at_once() -> None:
+    """Its thread looks for nothing meanwhile: nobody waits so long."""
+    store, channels = in_store(0.2)
+    time.sleep(0.5)
+    with mock.patch.object(store, "check", side_effect=AssertionError("nobody waits")):
+        time.sleep(0.1)
+    for rank, channel in enumerate(channels):
+        channel.send(header(rank), [1 - rank])
+    assert [take(channel, 1 - rank) for rank, channel in enumerate(channels)] == [header(1), header(0)]
+    for channel in channels:
+        channel.close()
+
+
+def test_the_end_of_the_store_is_told() -> None:
+    store, (first, _) = in_store()
+    store.ended = True
+    first.send(header(0), [1])
+    heard = agreement.decode(take(first, 1))
+    assert (heard["lost"], heard["reason"]) == (1, "the store of the group has ended: Connection reset by peer")

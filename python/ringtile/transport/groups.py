@@ -153,7 +153,9 @@ class ProcessGroupTransport(Transport):
         meeting = Meeting(store, rank, world_size, seconds, token=shared_memory.token_of_segment())
         self.hosts, tree = meeting.hosts, tree_neighbours(rank, world_size)
         if not self._carries_cpu:
-            return Headers(rank, world_size, StoreChannel(meeting.store, rank, tree, seconds))
+            channel = StoreChannel(meeting.store, rank, tree, seconds)
+            weakref.finalize(self, channel.close)
+            return Headers(rank, world_size, channel)
         wires = [tree, neighbours(rank, world_size), shared_memory.peers_of(meeting)]
         headers, news, links = sockets.connect(meeting, wires)
         self._shared = shared_memory.share(meeting, links)

@@ -165,6 +165,7 @@ class StoreChannel(SocketChannel):
         pairs = {peer: socket.socketpair() for peer in peers}
         super().__init__({peer: own for peer, (own, _) in pairs.items()}, timeout_seconds)
         inside = SocketChannel({peer: other for peer, (_, other) in pairs.items()}, timeout_seconds)
+        inside.free.atexit = False  # the thread may still wait: it ends when this end is closed
         carried = store, rank, list(peers), inside, timeout_seconds
         self._carrier = threading.Thread(target=_carry, args=carried, name="ringtile headers", daemon=True)
         self._carrier.start()
