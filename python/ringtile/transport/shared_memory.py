@@ -17,14 +17,12 @@ import secrets
 import socket
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ringtile.errors import InputError
 from ringtile.ops import _C
-from ringtile.transport.agreement import PeerGoneError
 from ringtile.transport.sockets import Meeting, close_all, to_free_in_child
 
 VARIABLE = "RINGTILE_SHARED_MEMORY"
@@ -33,21 +31,19 @@ _TOKEN_BYTES = 16
 _SHARING_SECONDS = 5.0  # that a peer may take to send its segment; then the two go on without
 
 
-@dataclass(frozen=True)
-class _SharedMessage:
-    """A message under way. peer: its rank."""
+class _SharedMessage(NamedTuple):
+    """A message under way."""
 
     handle: Any
-    peer: int
     timeout_seconds: float
 
     def wait(self) -> None:
         try:
             done = _C.shm_wait(self.handle, self.timeout_seconds)
         except TimeoutError:
-            raise PeerGoneError(self.peer, f"nothing came for {self.timeout_seconds:g} s") from None
+            raise RuntimeError(f"nothing came for {self.timeout_seconds:g} s") from None
         if not done:
-            raise PeerGoneError(self.peer, "it has closed the connection")
+            raise RuntimeError("it has closed the connection")
 
 
 class SharedMemory:
@@ -63,7 +59,7 @@ class SharedMemory:
     def post(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> _SharedMessage:
         """Start a message to or from a peer. The tensor is contiguous and not empty."""
         handle = _C.shm_post(self._end, peer, outgoing, tag, tensor.data_ptr(), tensor.nbytes, tensor)
-        return _SharedMessage(handle, peer, self._timeout_seconds)
+        return _SharedMessage(handle, self._timeout_seconds)
 
     def drop(self) -> None:
         """Forget all messages under way."""
