@@ -10,11 +10,10 @@ later at a size that the self-test does not have.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -279,19 +278,13 @@ def _measured(
     seconds = {}
     try:
         for backend in backends:
-            with _dropping(backend, block):
+            try:
                 seconds[backend.name] = _seconds(run, backend, tuple(state.clone() for state in states))
+            except Exception as error:  # noqa: PERF203
+                _drop(backend, block, error)
     except torch.OutOfMemoryError:
         return None
     return seconds
-
-
-@contextlib.contextmanager
-def _dropping(backend: Backend, block: Block) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        _drop(backend, block, error)
 
 
 def _tell(block: Block, states: tuple[Tensor, ...], seconds: dict[str, float]) -> None:
