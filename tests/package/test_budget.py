@@ -27,11 +27,11 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "python/ringtile/stream": (3, 660),
     "python/ringtile/tiled": (11, 1930),
     "python/ringtile/torch_context_parallel": (15, 2260),
-    "python/ringtile/transport": (9, 2140),
+    "python/ringtile/transport": (9, 2095),
     "tools": (27, 3660),
     "tests": (9, 1270),
     "tests/bench": (4, 680),
-    "tests/attn": (25, 5570),
+    "tests/attn": (25, 5600),
     "tests/c": (31, 7855),
     "tests/campaigns": (21, 4545),
     "tests/cli": (12, 2000),
@@ -46,7 +46,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/tiled": (8, 2235),
     "tests/tools": (2, 290),
     "tests/torch_cp": (14, 3375),
-    "tests/transport": (9, 1870),
+    "tests/transport": (9, 1930),
 }
 
 
