@@ -149,6 +149,7 @@ def test_a_norm_of_the_users_own_is_tiled(dtype: torch.dtype) -> None:
     patches = tile_norms(model, tile_tokens=2)
     x = torch.randn(2, TOKENS, WIDTH, dtype=dtype)
     tiled = model["norm"](x)
+    assert hash(model["norm"].forward)  # whoever keeps methods by their hash meets this one
     patches.restore()
     assert torch.equal(tiled, model["norm"](x))
 

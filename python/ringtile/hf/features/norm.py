@@ -83,9 +83,8 @@ class _TiledNorm(TiledForward):
     """The forward of a norm."""
 
     tile_numbers: int
-    eps: dict[tuple[bool, torch.dtype], float | None] = field(
-        default_factory=dict
-    )  # of torch's norm, by mode and dtype
+    # Of torch's norm, by mode and dtype; not of the hash, which a bound method takes from its function.
+    eps: dict[tuple[bool, torch.dtype], float | None] = field(default_factory=dict, compare=False)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
