@@ -261,7 +261,11 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(tmp_path):
     finally:
         doomed.close()
         subprocess.run(["umount", tmp_path], check=True)
-    assert (first, second) == ("CheckpointError", "PeerLostError")
+    assert first == "CheckpointError"
     assert "could not be saved on rank 0" in message
     assert f"the last whole checkpoint is {whole}" in message
-    assert told.startswith("rank 0 was lost in train() of rank 1: CheckpointError")
+    if second == "CheckpointError":  # its own file, of RNG states, met the full disk too
+        assert "could not be saved on rank 1" in told
+    else:
+        assert second == "PeerLostError"
+        assert told.startswith("rank 0 was lost in train() of rank 1: CheckpointError")
