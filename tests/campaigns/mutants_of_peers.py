@@ -124,7 +124,7 @@ MUTANTS = [
     Mutant(
         "peers: targets are counted once per rank",
         "python/ringtile/hf/one_process.py",
-        "return one_copy(self._group, self._accelerator.gather(tensor))",
+        "return one_copy(self._accelerator.gather(tensor), self._group.copies)",
         "return self._accelerator.gather(tensor)",
         "tests/hf/test_hf_exact.py -k padding",
         source="NVIDIA/Megatron-LM#673",

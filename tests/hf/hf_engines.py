@@ -26,10 +26,13 @@ _VARIABLES = {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_BYPASS_DEVICE_MAP": 
 
 @contextlib.contextmanager
 def engine(name: str) -> Iterator[dict[str, Any]]:
-    """Inside, a Trainer with the TrainingArguments that are yielded trains under DDP, FSDP2 or ZeRO-1, -2, -3."""
+    """Inside, a Trainer with the TrainingArguments that are yielded trains under DDP, FSDP2 or ZeRO-1, -2, -3; under
+    "mesh", as transformers has sharded the model while it loaded it."""
     kind, arguments = DistributedType.MULTI_CPU, {}
     if name == "FSDP2":
         kind, arguments = DistributedType.MULTI_GPU, {"use_cpu": False, "fsdp": True, "fsdp_config": {"version": 2}}
+    elif name == "mesh":
+        kind, arguments = DistributedType.MULTI_GPU, {"use_cpu": False}
     elif name != "DDP":
         arguments = {"use_cpu": False, "deepspeed": _zero(int(name[-1]))}
         with mock.patch.dict(os.environ, _VARIABLES):

@@ -9,8 +9,8 @@ import ringtile
 import torch
 import transformers.models.mixtral.modeling_mixtral as mixtral
 from cells import Refusal, check_enable, of_change, params, table
-from hf_models import SIZES, hybrid, tiny_encoder, tiny_model
-from hf_training import enter_world, make_trainer
+from hf_models import hybrid, tiny_encoder, tiny_model
+from hf_training import make_trainer
 from losses import OwnLoss
 from pool import run_ranks
 from ringtile.hf.batch import active
@@ -19,10 +19,6 @@ from ringtile.hf.model import attends_causally, refuse_towers, text_modules
 from ringtile.hf.patches import Patches
 from torch import nn
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    LlamaForSequenceClassification,
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
@@ -79,10 +75,8 @@ TRAINERS = [
     settings("completions of processes of their own", trainer_class=AsyncGRPOTrainer),
     of_change("model_init", lambda trainer: setattr(trainer, "model_init", tiny_model)),
     of_change("training_step", lambda trainer: setattr(trainer, "training_step", lambda *args: None)),
-    of_change("tensor parallelism of size 2", lambda trainer: setattr(trainer.model, "_tp_size", 2)),
     of_change(
-        "a model that was sharded while it was loaded (distributed_config)",
-        lambda trainer: setattr(trainer.model, "_is_distributed_loading_by_transformers", True),
+        "tensor parallelism of size 2, not by transformers", lambda trainer: setattr(trainer.model, "_tp_size", 2)
     ),
     # Without an accelerator FSDP1 does not start, so accelerate only says that it has.
     of_change(
@@ -179,11 +173,17 @@ def peft_with(config: str, **values: Any) -> nn.Module:
     return peft.get_peft_model(tiny_model(), getattr(peft, config)(task_type="CAUSAL_LM", **values))
 
 
+def detecting(model):
+    """With the loss of a model that finds objects."""
+    model.loss_type = "ForObjectDetection"
+    return model
+
+
 TARGETS = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 ADAPTERS = {"needs": ("peft",)}
 MODELS = [
     of_model("expected a transformers PreTrainedModel", OwnModel),
-    of_model("a loss of its own for whole sequences", lambda: LlamaForSequenceClassification(tiny_model().config)),
+    of_model("LlamaForCausalLM has a loss of its own for whole sequences", lambda: detecting(tiny_model())),
     of_model("bidirectional", lambda: tiny_model("gemma3", use_bidirectional_attention=True)),
     of_model("model.layers.0.self_attn (DogeAttention) picks the keys", lambda: tiny_model("doge")),
     of_model("model.layers.0.mlp.router (PhimoeTopKRouter) samples the experts", lambda: tiny_model("phimoe")),
@@ -216,10 +216,6 @@ MODELS = [
         "model.layers.0.temporal_block.rg_lru (RecurrentGemmaRglru) is the RG-LRU", lambda: hybrid("recurrent_gemma")
     ),
     # encoders
-    of_model(
-        "BertForSequenceClassification has a loss of its own for whole",
-        lambda: AutoModelForSequenceClassification.from_config(BertConfig(**SIZES)),
-    ),
     of_model("(MobileBertEmbeddings) joins the embeddings of neighboring tokens", lambda: masked_lm("mobilebert")),
     of_model(
         "(EsmEmbeddings) scales embeddings by how many tokens of the row", lambda: masked_lm("esm", token_dropout=True)
@@ -278,21 +274,6 @@ def _enable_with_size_three():
 
 def test_size_that_does_not_divide_the_world_is_named():
     run_ranks(2, _enable_with_size_three)
-
-
-def _slice_over_half_of_the_ranks(folder):
-    enter_world()
-    with pytest.raises(RuntimeError) as raised:
-        AutoModelForCausalLM.from_pretrained(folder, distributed_config={"tp_size": 2})
-    return str(raised.value)
-
-
-@pytest.mark.long
-def test_tensor_parallelism_takes_every_rank(tmp_path):
-    """Why it is refused: of four ranks, transformers cannot make two groups of two."""
-    tiny_model().save_pretrained(tmp_path)
-    for message in run_ranks(4, _slice_over_half_of_the_ranks, str(tmp_path)):
-        assert message == "tp_size (2) * fsdp_size (1) is not equal to world_size (4)"
 
 
 def test_llama_that_looks_ahead_is_an_encoder():

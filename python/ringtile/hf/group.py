@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
+from transformers import Trainer
 
 from ringtile.checksum import checksum
 from ringtile.errors import ConfigError, InputError, RingMismatchError
@@ -40,35 +41,51 @@ def accelerate_knows_groups(accelerator: Accelerator) -> bool:
     return parallelism is not None and bool(parallelism.cp_enabled)
 
 
+def tp_size_of(trainer: Trainer) -> int:
+    """The ranks that hold parts of the same weights, by transformers' tensor parallelism."""
+    return int(getattr(trainer.model, "_tp_size", None) or 1)
+
+
 class ContextParallelGroup:
-    """`size` consecutive ranks, this one among them: k * size .. (k + 1) * size - 1.
+    """`size` ranks that share a sequence, this one among them.
+
+    They follow one another along the data-parallel dimension of a mesh (data, tensor): of tp_size neighbours, which
+    hold parts of the same weights, each is in a group of its own. The tp_size * size ranks that get the same batch are
+    consecutive. Without tensor parallelism, a group is k * size .. (k + 1) * size - 1.
 
     Every rank of the world must build one of two or more: torch.distributed makes process groups collectively. The
-    data-parallel engine needs no notice: it averages gradients over all ranks.
-    Raises ConfigError when size does not divide the number of ranks.
+    data-parallel engine needs no notice: it averages gradients over all ranks of its dimension.
+    Raises ConfigError when size does not divide the number of ranks there.
     """
 
-    def __init__(self, size: int, timeout_seconds: float, device: torch.device) -> None:
+    def __init__(self, size: int, timeout_seconds: float, device: torch.device, tp_size: int = 1) -> None:
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        if world_size % size:
+        along_data, place = world_size // tp_size, rank // tp_size
+        if along_data % size:
             ranks = "is 1 rank" if world_size == 1 else f"are {world_size} ranks"
+            ranks += f", {along_data} along the data-parallel dimension" * (tp_size > 1)
             raise ConfigError(
                 f"context_parallel_size is {size} but there {ranks}; expected a divisor of the number "
                 f"of ranks (start more of them with torchrun --nproc_per_node, or set context_parallel_size: 1)"
             )
         self.size = size
+        self.tp_size = tp_size
+        self.copies = size * tp_size  # ranks that get the same batch
         self.device = device
-        self.rank = rank % size
-        self.data_index = rank // size  # which of the data_size different batches this rank gets
-        self.data_size = world_size // size
+        self.rank = place % size
+        self.data_index = place // size  # which of the data_size different batches this rank gets
+        self.data_size = along_data // size
+        self._tp_rank = rank % tp_size
         self.memory_bytes = memory_bytes(device)  # the least of a device of this group
         if size == 1 or not dist.is_initialized():
             return
         timeout = datetime.timedelta(seconds=timeout_seconds)
-        all_ranks = [list(range(first, first + size)) for first in range(0, world_size, size)]
-        groups = [dist.new_group(ranks, timeout=timeout, pg_options=_options(device, timeout)) for ranks in all_ranks]
-        # Weak: an enabled Trainer outlives destroy_process_group, and would keep the threads of gloo.
-        self._process_group = weakref.ref(groups[self.data_index])
+        firsts = [first + i for first in range(0, world_size, self.copies) for i in range(tp_size)]
+        for members in (range(first, first + self.copies, tp_size) for first in firsts):
+            group = dist.new_group(list(members), timeout=timeout, pg_options=_options(device, timeout))
+            if rank in members:
+                # Weak: an enabled Trainer outlives destroy_process_group, and would keep the threads of gloo.
+                self._process_group = weakref.ref(group)
         # Connects all ranks before any of them can close the group.
         least = torch.tensor(self.memory_bytes, device=device)
         dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self.process_group)
@@ -86,7 +103,7 @@ class ContextParallelGroup:
 
     def world_rank(self, rank: int) -> int:
         """The rank in the world of a rank of this group."""
-        return self.data_index * self.size + rank
+        return (self.data_index * self.size + rank) * self.tp_size + self._tp_rank
 
     def close(self) -> None:
         """Frees the process group. Local: every rank of the group does so in its own time."""
@@ -107,7 +124,7 @@ class ContextParallelGroup:
 
     def largest_of_all(self, *numbers: int) -> list[int]:
         """The largest of each number over all ranks of the world. A collective of the world."""
-        if self.size * self.data_size == 1:
+        if self.copies * self.data_size == 1:
             return [*numbers]
         largest = torch.tensor(numbers, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -131,10 +148,10 @@ class ContextParallelGroup:
         for rank in range(1, self.size):
             for name, expected, got in zip(header, values[0].tolist(), values[rank].tolist(), strict=True):
                 if got != expected:
-                    first = self.data_index * self.size
+                    first, other = self.world_rank(0), self.world_rank(rank)
                     raise RingMismatchError(
-                        f"ranks {first} and {first + rank} share a sequence but got different batches: {name} is "
-                        f"{expected} on rank {first}, {got} on rank {first + rank}; expected the same batch on "
+                        f"ranks {first} and {other} share a sequence but got different batches: {name} is "
+                        f"{expected} on rank {first}, {got} on rank {other}; expected the same batch on "
                         f"every rank of a context-parallel group (same seed and data, a sampler that ignores the rank)"
                     )
         return on_host

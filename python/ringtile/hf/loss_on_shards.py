@@ -158,7 +158,7 @@ class LossOnShards(Strategy):
 
     def _trainer_factor(self) -> int:
         """What the Trainer multiplies a loss by that was divided by a number of items."""
-        return self.trainer.accelerator.num_processes if self._trainer_scales() else 1
+        return self.trainer.accelerator.num_processes // self.group.tp_size if self._trainer_scales() else 1
 
     def _trainer_scales(self) -> bool:
         """Whether the Trainer counts items over all devices, and multiplies the loss by their number."""

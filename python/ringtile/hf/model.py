@@ -26,6 +26,7 @@ from ringtile.hf.patches import Patches
 from ringtile.hf.positions import leave_temperature
 from ringtile.random_states import drawn_since, random_states
 
+_HEADS_OF_ROWS = ("ForSequenceClassification", "ForQuestionAnswering")  # how names of models end that have one
 _NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a tower's configuration
 
 _CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
@@ -67,6 +68,11 @@ def adapters_of(model: nn.Module | None) -> list[Any]:
     return list(configs.values()) if isinstance(configs, dict) else []
 
 
+def reads_rows(base: PreTrainedModel) -> bool:
+    """Whether the head of a model of transformers reads whole rows: it classifies them, or spans of them."""
+    return base.base_model is not base and type(base).__name__.endswith(_HEADS_OF_ROWS)
+
+
 def drops_attention(base: PreTrainedModel) -> bool:
     """Whether the configuration of the text model has a rate of attention dropout above 0."""
     return any(rate > 0 for rate in _attention_rates(base.config.get_text_config().to_dict()))
@@ -80,24 +86,29 @@ def _attention_rates(config: Mapping[str, Any]) -> Iterator[float]:
             yield value
 
 
+def dropping(base: PreTrainedModel) -> str:
+    """The first module of the text model that drops, or "attention"; "" if nothing does."""
+    rates = (path for path, module in text_modules(base) if isinstance(module, nn.Dropout) and module.p > 0)
+    return next(rates, "attention" * drops_attention(base))
+
+
 def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """The modules that run for text, with their paths: without the towers of a model that takes images or sound too."""
     roots = [f"{path}." for path in towers(model)]
     return [(path, m) for path, m in model.named_modules() if not any(f"{path}.".startswith(root) for root in roots)]
 
 
-def check_model(model: PreTrainedModel, *, classifier: bool = False, proved: bool = False) -> None:
+def check_model(model: PreTrainedModel, *, proved: bool = False) -> None:
     """Raises RefusedError for models that mix tokens outside of attention, or that need the full sequence.
 
-    classifier: the model scores the last token, and its Trainer computes the loss. proved: the first batch will show
-    whether convolutions mix tokens.
+    proved: the first batch will show whether convolutions mix tokens.
     """
     config, name = model.config.get_text_config(), type(model).__name__
-    if not classifier and not is_sum_over_tokens(model):
+    if not reads_rows(model) and not is_sum_over_tokens(model):
         raise RefusedError(
             f"{name} has a loss of its own for whole sequences; expected a ...ForCausalLM, ...ForMaskedLM or "
-            f"...ForTokenClassification model, whose loss is a sum over tokens: load it with AutoModelForCausalLM, "
-            f"AutoModelForMaskedLM or AutoModelForTokenClassification"
+            f"...ForTokenClassification model, whose loss is a sum over tokens, a ...ForSequenceClassification or a "
+            f"...ForQuestionAnswering: load it with the AutoModel of that name"
         )
     causal, modules = attends_causally(model), text_modules(model)
     of_recurrence = mixers(modules)
@@ -135,7 +146,8 @@ def attends_causally(model: PreTrainedModel) -> bool:
         if isinstance(flag, bool) and not path.endswith(_CROSS_ATTENTION):
             said.setdefault(flag, path)
     full_masks = not getattr(config, "is_causal", True)
-    has_no_head = model.base_model is model  # an encoder whose loss is the Trainer's does not shift either
+    # An encoder whose loss is the Trainer's, or one of rows, does not shift either.
+    has_no_head = model.base_model is model or reads_rows(model)
     if shifts_labels(model) and not (has_no_head and (full_masks or False in said)):
         if full_masks or False in said:
             raise RefusedError(f"{name} is bidirectional {said.get(False, '')}; expected a causal decoder: {INSTEAD}")

@@ -81,13 +81,13 @@ class OneProcess:
 
     def gather(self, tensor: Any) -> Any:
         """Tensors (n, ...) or () -> (n * groups, ...) or (groups,), nested. Of a group, what its first rank holds."""
-        return one_copy(self._group, self._accelerator.gather(tensor))
+        return one_copy(self._accelerator.gather(tensor), self._group.copies)
 
     def gather_object(self, rows: Any) -> list[Any]:
         """The objects of the first ranks of all groups, one list after another."""
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, rows)
-        return [row for part in parts[:: self._group.size] for row in part]
+        return [row for part in parts[:: self._group.copies] for row in part]
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, the mean or the largest of a tensor over the groups, nested. scale: for TPUs alone."""
@@ -118,7 +118,8 @@ def gather_for_metrics(accelerator: Accelerator, group: ContextParallelGroup, da
             )
     except TypeError as error:
         raise refused_objects(data) from error
-    found = found if in_parts or all_there else one_copy(group, found)
+    if not all_there:
+        found = one_copy(found, group.tp_size if in_parts else group.copies)
     state = accelerator.gradient_state
     if not state.end_of_dataloader or state.remainder <= 0:
         return found
@@ -126,14 +127,15 @@ def gather_for_metrics(accelerator: Accelerator, group: ContextParallelGroup, da
     return recursively_apply(lambda rows: rows[:kept], found)
 
 
-def one_copy(group: ContextParallelGroup, data: Any) -> Any:
-    """Tensors (n * ranks, ...) of all ranks -> (n * data_size, ...): of each group, the rows of its first rank."""
+def one_copy(data: Any, copies: int) -> Any:
+    """Tensors (n * ranks, ...) of all ranks -> (n * ranks / copies, ...): of each `copies` ranks, the rows of the
+    first."""
 
     def of_tensor(rows: Tensor) -> Tensor:
-        each = rows.size(0) // (group.data_size * group.size)
-        return rows.reshape(group.data_size, group.size, each, *rows.shape[1:])[:, 0].flatten(0, 1)
+        each = rows.size(0) // dist.get_world_size()
+        return rows.reshape(-1, copies, each, *rows.shape[1:])[:, 0].flatten(0, 1)
 
-    return data if group.size == 1 else recursively_apply(of_tensor, data)
+    return data if copies == 1 else recursively_apply(of_tensor, data)
 
 
 def refused_objects(data: Any) -> RefusedError:
@@ -152,7 +154,7 @@ class EvaluationMetrics(dict[str, Any]):
     ) -> None:
         """prefix: of transformers' keys. batch_size: of one rank."""
         super().__init__(metrics)
-        ranks = group.size * group.data_size
+        ranks = group.copies * group.data_size
         steps, counted = (math.ceil(num_samples / (batch_size * batches)) for batches in (group.data_size, ranks))
         self._speed: str | None = f"{prefix}_steps_per_second"  # None: it is there
         self._steps_counted = steps / max(counted, 1)

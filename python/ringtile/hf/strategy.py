@@ -31,7 +31,7 @@ from ringtile.hf.feature import Enabled
 from ringtile.hf.features import adapters, balancing_loss, dropout, indexed, recurrent, seam, towers
 from ringtile.hf.features.dropout import CountedDropout
 from ringtile.hf.features.trees import share, unfold
-from ringtile.hf.group import ContextParallelGroup, accelerate_knows_groups, deepspeed_shards_sequences
+from ringtile.hf.group import ContextParallelGroup, accelerate_knows_groups, deepspeed_shards_sequences, tp_size_of
 from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.keys import key_of_tree
 from ringtile.hf.layers import layer_masks, mixers, num_layers
@@ -66,7 +66,9 @@ class Strategy(abc.ABC):
         self.accelerator = trainer.accelerator  # which stands for the trainer's inside a loss of its own
         if trainer.train_dataset is not None:
             dropout.refuse(base)  # here, not in the first step, which may come hours later
-        self.group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, trainer.args.device)
+        self.group = ContextParallelGroup(
+            config.context_parallel_size, config.timeout_seconds, trainer.args.device, tp_size_of(trainer)
+        )
         patches.on_restore(self.group.close)
         self.room: keep.Room | None = None  # for what checkpointed layers keep; made before each forward
         self.dropout = CountedDropout(trainer, self.group.data_index, self.group.data_size)
@@ -142,6 +144,8 @@ class Strategy(abc.ABC):
             yield
             return
         patches, one = Patches(), OneProcess(trainer.accelerator, self.group)
+        if self.group.tp_size > 1:  # by which the Trainer divides what it takes for a count of all ranks
+            patches.set(trainer, "get_tp_size", lambda: 1)
         vllm = getattr(trainer, "vllm_generation", None)
         for owner in [trainer] + [vllm] * (vllm is not None):
             patches.set(owner, "accelerator", one)
@@ -339,7 +343,7 @@ class Strategy(abc.ABC):
                 f"ringtile.enable, and that calls its argument `model`, not a part of it (model.model, model.lm_head)"
             )
         self.shards_steps = True
-        counted_again = self.trainer.floating_point_ops(inputs) * (self.group.size - 1) / self.group.size
+        counted_again = self.trainer.floating_point_ops(inputs) * (1 - 1 / self.group.copies)
         self.trainer.current_flos -= counted_again  # type: ignore[assignment]
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
@@ -391,7 +395,7 @@ class Strategy(abc.ABC):
         before = self.trainer.state.num_input_tokens_seen
         original(inputs)
         counted = self.trainer.state.num_input_tokens_seen - before
-        self.trainer.state.num_input_tokens_seen = before + counted // self.group.size
+        self.trainer.state.num_input_tokens_seen = before + counted // self.group.copies
 
     def _get_total_train_batch_size(self, original: Callable[..., Any], args: TrainingArguments) -> int:
         """get_cp_size stays 1: later transformers divide the number of items by it, which ringtile does already."""

@@ -7,6 +7,7 @@ import logging
 import shlex
 import sys
 
+import transformers
 from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers import Trainer
@@ -14,7 +15,7 @@ from transformers import Trainer
 from ringtile.errors import EXTRAS, RefusedError
 from ringtile.hf.group import parallelism_of
 from ringtile.hf.liger import check_liger
-from ringtile.hf.model import adds_tokens
+from ringtile.hf.model import adapters_of, adds_tokens, base_model, dropping, reads_rows
 
 logger = logging.getLogger("ringtile")
 
@@ -36,6 +37,7 @@ _METHODS = (
     *("_prepare_context_parallel_inputs", "_prepare_inputs", "training_step", "prediction_step", "evaluation_loop"),
     *("_get_num_items_in_batch", "_track_num_input_tokens", "get_total_train_batch_size"),
 )
+_MIN_MESH = Version("5.24")
 _ASYNC = {"AsyncGRPOTrainer", "AsyncDistillationTrainer"}
 _COUNT_GROUPS = ("transformers.", "trl.", "axolotl.")  # packages that count items as ParallelismConfig asks
 
@@ -46,9 +48,11 @@ def uses_model_loss(trainer: Trainer) -> bool:
 
 
 def needs_full_sequences(trainer: Trainer) -> bool:
-    """Whether the Trainer computes a loss of its own, which may combine tokens in any way, or its model adds tokens."""
+    """Whether the Trainer computes a loss of its own, which may combine tokens in any way, or its model adds tokens, or
+    reads whole rows."""
     own = home(trainer, "compute_loss").__module__ not in _SUM_OVER_TOKENS
-    return own or trainer.compute_loss_func is not None or adds_tokens(trainer.model)
+    whole = adds_tokens(trainer.model) or reads_rows(base_model(trainer.model))
+    return own or trainer.compute_loss_func is not None or whole
 
 
 def shares_rows(trainer: Trainer) -> bool:
@@ -67,6 +71,9 @@ def check_trainer(trainer: Trainer) -> None:
     """Raises RefusedError where the Trainer's numbers would differ from those of one process."""
     args, parallelism, tp_size = trainer.args, parallelism_of(trainer.accelerator), trainer.get_tp_size()
     classes, on_mesh = type(trainer).__mro__, parallelism is not None and bool(parallelism.cp_enabled)
+    base = base_model(trainer.model)
+    is_sharded = getattr(base, "_is_distributed_loading_by_transformers", False)
+    mesh = base.config.distributed_config if is_sharded else None
     plugin, counts = getattr(trainer.accelerator.state, "fsdp_plugin", None), home(trainer, "get_batch_samples")
     refused = {
         "axolotl's own context parallelism": (
@@ -90,14 +97,26 @@ def check_trainer(trainer: Trainer) -> None:
             plugin is not None and plugin.fsdp_version == 1,
             "it was not tested; set fsdp_version: 2",
         ),
-        f"tensor parallelism of size {tp_size}": (
-            tp_size > 1,
-            "transformers slices a model over all ranks (tp_plan), so that no two of them can share a sequence. Plain "
-            "PyTorch combines both (examples/train_3d.py)",
+        f"tensor parallelism of size {tp_size}, not by transformers": (
+            tp_size > 1 and mesh is None,
+            "load the model by from_pretrained(distributed_config=DistributedConfig(tp_size=..., fsdp_size=...))",
         ),
-        "a model that was sharded while it was loaded (distributed_config)": (
-            getattr(trainer.model, "_is_distributed_loading_by_transformers", False),
-            "it reduces its gradients itself, which was not tested; set fsdp in TrainingArguments instead",
+        f"distributed_config in transformers {transformers.__version__}": (
+            mesh is not None and Version(transformers.__version__) < _MIN_MESH,
+            f"its meshes were tried from {_MIN_MESH} on",
+        ),
+        "pp_size or ep_size in distributed_config": (
+            mesh is not None and (mesh.pp_size > 1 or mesh.ep_size > 1),
+            "pipeline and expert parallelism were not compared with one process",
+        ),
+        "adapters under tensor parallelism": (
+            tp_size > 1 and bool(adapters_of(trainer.model)),
+            "transformers averages their gradients as if each rank held all of them",
+        ),
+        "dropout under tensor parallelism": (
+            tp_size > 1 and trainer.train_dataset is not None and bool(dropping(base)),
+            "a rank has some of the heads and channels, and would drop others than one process. Set the rates in the "
+            "model's config to 0",
         ),
         f"{counts.__name__}.get_batch_samples with ParallelismConfig.cp_size > 1": (
             on_mesh and not counts.__module__.startswith(_COUNT_GROUPS),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -148,13 +149,20 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, patches: Patches)
             f"tiled_loss: {name} computes its loss with {shown(model.loss_function)}, expected ForCausalLMLoss"
         )
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    if other := not_plain(head):
+    in_parts = vars(head).get("forward") if _holds_classes(head) else None  # transformers' tensor parallelism
+    if in_parts is None and (other := not_plain(head)):
         raise RefusedError(
             f"tiled_loss: the output projection of {name} is {other}, expected a plain torch.nn.Linear; "
             "remove it from the adapter's target_modules and modules_to_save"
         )
-    patches.set(head, "forward", MethodType(_head_forward, head))
+    patches.set(head, "forward", MethodType(functools.partial(_head_forward, in_parts), head))
     patches.set(model, "_loss_function", functools.partial(tiled_causal_lm_loss, config))
+
+
+def _holds_classes(head: nn.Module) -> bool:
+    """Whether each rank holds some of the classes of a torch.nn.Linear, so that the loss is vocabulary-parallel."""
+    weight, style = getattr(head, "weight", None), getattr(head, "_is_hooked", False)
+    return bool(style) and isinstance(weight, DTensor) and "tp" in (weight.device_mesh.mesh_dim_names or ())
 
 
 def not_plain(head: nn.Module) -> str:
@@ -169,9 +177,12 @@ def not_plain(head: nn.Module) -> str:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _head_forward(
-    head: nn.Linear, hidden: Tensor, loss: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    in_parts: Callable[[Tensor], Tensor] | None,
+    head: nn.Linear,
+    hidden: Tensor,
+    loss: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
 ) -> Tensor | TiledLogits:
-    """Called by the model: TiledLogits in training, logits otherwise.
+    """Called by the model: TiledLogits in training, logits otherwise. in_parts: the forward of a head that ranks share.
 
     Called by the loss function with loss(hidden, weight, bias): returns that loss. Going through the module runs
     ZeRO-3's hooks, which gather the weight.
@@ -179,7 +190,7 @@ def _head_forward(
     if loss is not None:
         return loss(hidden, head.weight, head.bias)
     if not head.training or tile_limit() == 0:
-        return nn.Linear.forward(head, hidden)
+        return nn.Linear.forward(head, hidden) if in_parts is None else in_parts(hidden)
     for hooks in (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks):
         for hook in hooks.values():
             if not (getattr(hook, "__module__", None) or "").startswith(_SHARDING):

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ringtile.errors import InputError, RefusedError
 from ringtile.hf import trainers
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.keys import IGNORE_INDEX, SEGMENTS, TREE, key_of_tree
-from ringtile.hf.model import attends_causally, drops_attention, text_modules
+from ringtile.hf.model import attends_causally, dropping
 from ringtile.hf.model_loss import shifts_labels
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.mask import IntervalMask
@@ -238,10 +238,9 @@ def _refuse(run: Enabled) -> None:
     model = run.base
     if not attends_causally(model) or not shifts_labels(model):
         raise RefusedError(f"shared_prefix: {type(model).__name__} is no causal language model; set it to false")
-    rates = [path for path, module in text_modules(model) if isinstance(module, nn.Dropout) and module.p > 0]
-    if rates or drops_attention(model):
+    if what := dropping(model):
         raise RefusedError(
-            f"shared_prefix: the model drops ({(rates or ['attention'])[0]}), for each row other features of a token "
+            f"shared_prefix: the model drops ({what}), for each row other features of a token "
             f"that rows share; expected rates of 0: set disable_dropout=True, or lora_dropout=0.0"
         )
 

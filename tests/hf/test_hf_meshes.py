@@ -1,0 +1,142 @@
+"""Models that transformers shards while it loads them: FSDP2, HSDP, tensor parallelism.
+
+transformers' mesh is (replicas, shards, tensor). Ranks share sequences along the first two.
+"""
+
+import pytest
+import ringtile
+from hf_engines import engine
+from hf_models import tiny_model, with_lora
+from hf_training import _train, assert_equal_training, enter_world, make_trainer, packed, train
+from pool import run_ranks
+from ringtile.hf.group import ContextParallelGroup
+from transformers import AutoModelForCausalLM
+
+CP2 = {"context_parallel_size": 2}
+TP2 = {"tp_size": 2, "fsdp_size": 2}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder by family, with a tiny model."""
+
+    def save(family):
+        folder = tmp_path_factory.mktemp(family)
+        tiny_model(family).save_pretrained(folder)
+        return str(folder)
+
+    return save
+
+
+def _load(folder, mesh=None):
+    enter_world()
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=mesh).train()
+
+
+def _train_on(folder, mesh, config, options):
+    with engine("mesh") as arguments:
+        run, trainer = _train(config, model=_load(folder, mesh), **arguments, **options)
+    assert trainer.model_wrapped is trainer.model  # nothing has wrapped it a second time
+    return run
+
+
+def _assert_equals_one_process(folder, mesh, config, rows=2, **options):
+    expected = train(None, model=_load(folder), per_device_train_batch_size=rows, **options)
+    ranks = mesh.get("dp_replicate_size", 1) * mesh.get("fsdp_size", 1) * mesh.get("tp_size", 1)
+    for run in run_ranks(ranks, _train_on, folder, mesh, {**CP2, **config}, options):
+        assert_equal_training(run, expected)
+        assert (run.num_input_tokens, run.total_flos) == (expected.num_input_tokens, expected.total_flos)
+        if run.predictions is not None:
+            assert run.eval_loss == pytest.approx(expected.eval_loss, rel=1e-6)
+            assert (run.predictions - expected.predictions).abs().max() <= 1e-6
+    return expected
+
+
+def test_tensor_times_context_parallelism_equals_one_process(saved):
+    """2 x 2 ranks: losses, norms, weights, counts, an evaluation and predictions; the first batch is proved."""
+    config = {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 4, "first_batch_check": True}
+    _assert_equals_one_process(saved("llama"), TP2, config, max_steps=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3-sliding", "gpt_oss", "mixtral"])
+def test_families_on_2_x_2_ranks(saved, family):
+    _assert_equals_one_process(saved(family), TP2, {}, max_steps=2, evaluate=False, collator=packed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "mesh",
+    [{"tp_size": 2, "fsdp_size": 4}, {"tp_size": 2, "fsdp_size": 2, "dp_replicate_size": 2}],
+    ids=["data-context-tensor", "replicas-context-tensor"],
+)
+def test_2_x_2_x_2_ranks(saved, mesh):
+    """Two different batches, each on 2 x 2 ranks."""
+    _assert_equals_one_process(saved("llama"), mesh, {}, rows=4, max_steps=2)
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp_size": 2}, {"dp_replicate_size": 2}], ids=["FSDP2", "HSDP"])
+def test_a_model_sharded_while_it_was_loaded(saved, mesh):
+    options = {"gradient_checkpointing": True, "max_steps": 2, "evaluate": False}
+    _assert_equals_one_process(saved("llama"), mesh, {"context_parallel_scheme": "ulysses"}, **options)
+
+
+@pytest.mark.long
+def test_a_checkpoint_resumes(saved, tmp_path):
+    folder = saved("llama")
+    expected = train(None, model=_load(folder), max_steps=4, evaluate=False)
+    saving = {"max_steps": 4, "evaluate": False, "save_strategy": "steps", "save_steps": 2, "folder": str(tmp_path)}
+    run_ranks(4, _train_on, folder, TP2, CP2, saving)
+    resumed = {**saving, "resume": str(tmp_path / "checkpoint-2")}
+    for run in run_ranks(4, _train_on, folder, TP2, CP2, resumed):
+        assert run.losses[-2:] == pytest.approx(expected.losses[-2:], rel=1e-6)
+
+
+# ---- groups and refusals ------------------------------------------------------------------------
+
+
+def _places():
+    import torch
+
+    group = ContextParallelGroup(2, 600.0, torch.device("cpu"), tp_size=2)
+    return group.rank, group.data_index, [group.world_rank(rank) for rank in range(group.size)]
+
+
+def test_ranks_share_a_sequence_along_the_data_dimension():
+    assert run_ranks(4, _places) == [(0, 0, [0, 2]), (0, 0, [1, 3]), (1, 0, [0, 2]), (1, 0, [1, 3])]
+
+
+def _refusal_on(folder, mesh, config, change):
+    with engine("mesh") as arguments:
+        trainer = make_trainer(model=change(_load(folder, mesh)), **arguments)
+        with pytest.raises(ringtile.RingtileError) as raised:
+            ringtile.enable(trainer, config)
+    return str(raised.value)
+
+
+def _same(model):
+    return model
+
+
+def _dropping(model):
+    model.config.attention_dropout = 0.1
+    return model
+
+
+def _with_pipeline(model):
+    model.config.distributed_config.pp_size = 2
+    return model
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "words"),
+    [
+        (CP2, _same, "context_parallel_size is 2 but there are 2 ranks, 1 along the data-parallel dimension"),
+        (CP2, _dropping, "uses dropout under tensor parallelism"),
+        (CP2, _with_pipeline, "uses pp_size or ep_size in distributed_config; unset it"),
+        (CP2, with_lora, "uses adapters under tensor parallelism"),
+    ],
+)
+def test_what_a_mesh_cannot_have_is_named(saved, config, change, words):
+    for message in run_ranks(2, _refusal_on, saved("llama"), {"tp_size": 2}, config, change):
+        assert words in message
