@@ -51,12 +51,12 @@ class LossOnSequences(Strategy):
                 f"torch_compile; expected only one of the two: the hooks that shard and unshard have not been shown to "
                 f"survive compilation"
             )
-        model.check_model(self.base, classifier=has_score(self.base), proved=self.config.first_batch_check)
+        model.check_model(self.base, proved=self.config.first_batch_check)
 
     @property
     def entry(self) -> nn.Module:
         assert self.trainer.model is not None  # base_model has refused it otherwise
-        return self.base.base_model if has_score(self.base) else model.receiver(self.trainer.model)
+        return self.base.base_model if model.reads_rows(self.base) else model.receiver(self.trainer.model)
 
     def install_loss(self) -> None:
         trainer = self.trainer
@@ -73,7 +73,7 @@ class LossOnSequences(Strategy):
         wrapped = model.receiver(self.trainer.accelerator.unwrap_model(wrapped))
         base = model.base_model(wrapped)
         self.switch_model(wrapped, base)
-        if not has_score(base):
+        if not model.reads_rows(base):
             watch_loss(wrapped, base, self.patches)
         if hasattr(base, "generate"):
             self.patches.wrap(base, "generate", functools.partial(self._generate_whole, base))
@@ -170,21 +170,28 @@ class UnshardedOutputs:
     ) -> None:
         self._shard, self._check_used, self._group = shard, check_used, group
 
-    def install(self, model: nn.Module, base: PreTrainedModel, patches: Patches) -> None:
-        """Hooks the model. A model with a `score` head (a classifier) pools its outputs, so its head is hooked."""
+    def install(self, called: nn.Module, base: PreTrainedModel, patches: Patches) -> None:
+        """Hooks the model, or of one whose head reads whole rows, what is inside. A `score` is given to each token."""
         self._base = base
-        if has_score(base):
-            handles = [
-                base.base_model.register_forward_pre_hook(self._shard_inputs, with_kwargs=True),
-                base.get_submodule("score").register_forward_hook(self._unshard_scores),
-            ]
+        inner = base.base_model if model.reads_rows(base) else called
+        handles = [inner.register_forward_pre_hook(self._shard_inputs, with_kwargs=True)]
+        if model.reads_rows(base) and isinstance(score := getattr(base, "score", None), nn.Module):
+            handles.append(score.register_forward_hook(self._unshard_scores))
         else:
-            handles = [
-                model.register_forward_pre_hook(self._shard_inputs, with_kwargs=True),
-                model.register_forward_hook(self._unshard_outputs, with_kwargs=True),
-            ]
+            handles.append(inner.register_forward_hook(self._unshard_outputs, with_kwargs=True))
+        poolers = [module for path, module in model.text_modules(base) if path.rpartition(".")[2] == "pooler"]
+        handles += [pooler.register_forward_pre_hook(self._unshard_pooled) for pooler in poolers]
+        self._whole = _OF_IMAGES | ({"pooler_output"} if poolers else set())
         for handle in handles:
             patches.on_restore(handle.remove)
+
+    def _unshard_pooled(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        """A pooler inside a sharded model reads whole rows, on every rank."""
+        batch = active_batch()
+        if batch is None:
+            return None
+        (hidden,) = args
+        return batch.unshard(hidden)
 
     def _shard_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = named_arguments(module, args, kwargs)
@@ -230,16 +237,9 @@ class UnshardedOutputs:
                 outputs[key] = None  # a sum over tokens that are of several rows, once each
             elif key == "loss" and value is not None and batch.sequence.world_size > 1:
                 outputs[key] = exchanged(value, self._group.sum, self._group.sum)
-            else:
+            elif key not in self._whole:
                 outputs[key] = _unshard(batch, name, key, value)
         return outputs
-
-
-def has_score(base: PreTrainedModel) -> bool:
-    """Whether the model is a sequence classifier of transformers: it scores every token and keeps the last score."""
-    return isinstance(getattr(base, "score", None), nn.Module) and type(base).__name__.endswith(
-        "ForSequenceClassification"
-    )
 
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -264,11 +264,9 @@ def _unshard(batch: ShardedBatch, model: str, name: str, value: Any) -> Any:
         assert batch.token_weights is not None
         rows = batch.token_weights.size(0)
         return tuple(batch.unshard(layer.unflatten(0, (rows, -1))).flatten(0, 1) for layer in value)
-    if name in _OF_IMAGES:
-        return value
     if name in _PER_TARGET and isinstance(value, Tensor):
         return batch.unshard(value)[:, :-1]  # the last token predicts nothing
-    remedy = ": load the model with add_pooling_layer=False" if name == "pooler_output" else ""
+    remedy = ": its pooler has another name; load it with add_pooling_layer=False" if name == "pooler_output" else ""
     raise RefusedError(
         f"{model} returns {name}, which ringtile does not know how to unshard; expected only "
         f"loss, {', '.join(sorted(_PER_TOKEN | _PER_TARGET))}{remedy}"

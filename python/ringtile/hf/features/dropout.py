@@ -59,6 +59,11 @@ class _Tokens:
     inside: dict[nn.Module, _Calls] = field(default_factory=dict)  # of each layer, since it was last entered
     totals: dict[tuple[str, int], int] = field(default_factory=dict)  # calls of the forward, by module and tile
 
+    @property
+    def rows(self) -> Tensor:
+        """int64 (B,): in the step's batch."""
+        return self.places.view(*self.shape, 2)[:, 0, 0].contiguous()
+
 
 class CountedDropout(TrainerCallback):
     """The dropout modules of one Trainer's model. data_index: which of data_size different batches this rank gets."""
@@ -69,6 +74,7 @@ class CountedDropout(TrainerCallback):
         self._in_step = False  # inside compute_loss
         self._num_rows = 0  # of this rank, in the forward passes of this step so far
         self._tokens: _Tokens | None = None  # inside the model now
+        self._has_head = False  # whether modules drop outside of `entry`
         self._graphs: list[_Tokens] = []  # of the forward passes whose backward may follow
 
     def __deepcopy__(self, memo: Any) -> CountedDropout:
@@ -96,6 +102,7 @@ class CountedDropout(TrainerCallback):
             if layer is not None and layer not in hooked:
                 hooked.add(layer)
                 patches.on_restore(layer.register_forward_pre_hook(self._enter_layer).remove)
+        self._has_head = not self._counted.keys() <= set(entry.modules())
         trainer = self._trainer
         alpha: float | None = trainer.neftune_noise_alpha
         if alpha is not None:
@@ -166,7 +173,13 @@ class CountedDropout(TrainerCallback):
             self._graphs.append(self._tokens)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._tokens = None
+        """What runs outside of `entry` is a head that reads whole rows, on every rank."""
+        tokens, self._tokens = self._tokens, None
+        if tokens is not None and self._has_head:
+            rows, positions = tokens.rows, torch.arange(tokens.seq_len, device=tokens.places.device)
+            shape = rows.numel(), tokens.seq_len
+            places = torch.stack([rows[:, None].expand(shape), positions.expand(shape)], dim=-1).flatten(0, 1)
+            self._tokens = _Tokens(tokens.step, shape, tokens.seq_len, places.contiguous(), is_sharded=False)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter_layer(self, layer: nn.Module, args: Any) -> None:
@@ -237,8 +250,7 @@ class CountedDropout(TrainerCallback):
             if tokens is None or (query.size(0), query.size(2)) != shape:
                 return None
             call = _call_number(name, layer, tokens, recomputes)
-            rows = tokens.places.view(*tokens.shape, 2)[:, 0, 0].contiguous()
-            return AttentionDropout(probability, rows, self._trainer.args.seed, tokens.step, _stream(name, call))
+            return AttentionDropout(probability, tokens.rows, self._trainer.args.seed, tokens.step, _stream(name, call))
 
         counted: Callable[[Tensor, float], AttentionDropout | None] = dropout_of
         return counted
@@ -259,6 +271,8 @@ def _places_of(name: str, x: Tensor, tokens: _Tokens) -> Tensor | None:
     leading = tokens.shape if tile is None else tile.shape
     if (x.dim() == 3 and x.shape[:2] == leading) or (x.dim() == 2 and x.size(0) == places.size(0)):
         return places
+    if tile is None and x.dim() == 2 and x.size(0) == tokens.shape[0]:  # one vector for each row, which was pooled
+        return torch.stack([tokens.rows, torch.zeros_like(tokens.rows)], dim=-1)
     if not tokens.is_sharded:
         return None
     raise RefusedError(
