@@ -37,7 +37,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/cli": (12, 2000),
     "tests/emulator": (27, 4635),
     "tests/gpu": (10, 1512),
-    "tests/hf": (65, 13390),
+    "tests/hf": (67, 13530),
     "tests/package": (8, 1850),
     "tests/planner": (4, 1010),
     "tests/recurrent": (8, 2240),
