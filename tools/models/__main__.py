@@ -33,6 +33,7 @@ _KINDS = {
     "sound": "of sound and text, with sound",
     "masked-lm": "of masked words",
     "token-classification": "of classes of tokens",
+    "sequence-classification": "of classes of rows",
 }
 BEGIN, END = "<!-- begin: python -m tools.models --markdown -->\n", "<!-- end -->\n"
 

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -22,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
@@ -185,6 +187,7 @@ IMAGES, SOUND = "images", "sound"  # in place of a head: a language model's, wit
 _CLASSES_BY_HEAD: dict[str, tuple[Any, Any]] = {
     "masked-lm": (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     "token-classification": (AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+    "sequence-classification": (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
 }
 
 
@@ -199,7 +202,7 @@ def image_text_types() -> list[str]:
 
 
 def types_with_heads() -> list[str]:
-    """The model types of AutoModelForMaskedLM and AutoModelForTokenClassification, with the name of the head."""
+    """The model types of the classes of _CLASSES_BY_HEAD, with the name of the head."""
     return [f"{name}:{head}" for head, (_, names) in _CLASSES_BY_HEAD.items() for name in sorted(names)]
 
 

@@ -56,7 +56,7 @@ def train(
         data = {"train_dataset": _rows_with_images(), "data_collator": _Collator(made)}
     else:
         model = tiny_model(tiny_config(source), head_of(source), dtype)
-        data["train_dataset"] = _rows(None if head_of(source) != "token-classification" else model.config.num_labels)
+        data["train_dataset"] = _rows(head_of(source), model.config.num_labels or 1)
     arguments = TrainingArguments(
         tempfile.mkdtemp(prefix="ringtile-models-"),
         max_steps=STEPS,
@@ -134,16 +134,17 @@ class _Collator:
         return self._images.batch([(row["words"], row["images"]) for row in rows], ignored=2)
 
 
-def _rows(num_labels: int | None) -> list[dict[str, torch.Tensor]]:
-    """Rows padded on the right to one length, whose first targets are ignored. num_labels: of the classes of a token;
-    None: labels are words."""
+def _rows(head: str, num_labels: int) -> list[dict[str, torch.Tensor]]:
+    """Rows padded on the right to one length, whose first targets are ignored. The labels are words, or for a head that
+    classifies tokens or rows, one of num_labels classes."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for length in LENGTHS:
         ids = torch.randint(3, VOCABULARY, (max(LENGTHS),), generator=generator)
         held = torch.arange(max(LENGTHS)) < length
         ids[~held] = 0
-        labels = (ids if num_labels is None else ids % num_labels).masked_fill(~held, -100)
+        labels = (ids % num_labels if head == "token-classification" else ids).masked_fill(~held, -100)
         labels[: length // 4] = -100
+        labels = ids.sum() % num_labels if head == "sequence-classification" else labels
         rows.append({"input_ids": ids, "labels": labels, "attention_mask": held.long()})
     return rows

@@ -190,8 +190,11 @@ class UnshardedOutputs:
         batch = active_batch()
         if batch is None:
             return None
-        (hidden,) = args
-        return batch.unshard(hidden)
+        if len(args) != 1 or args[0].dim() != 3:
+            raise RefusedError(
+                f"{type(self._base).__name__} hands its pooler a part of a shard; expected (B, N, E) alone"
+            )
+        return batch.unshard(args[0])
 
     def _shard_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = named_arguments(module, args, kwargs)
