@@ -47,8 +47,10 @@ _ELSEWHERE = {
     **dict.fromkeys(("activation_offload", "activation_cpu_offload"), "activation_offloading"),
     **dict.fromkeys(("attn_implementation", "attn_backend", "attention_backend"), "attention_kernel"),
 }
-# Names that were keys, and are asked for in Python.
-_IN_PYTHON = {
+# Names that were keys, and what to do instead.
+_GONE = {
+    "loss_tile_tokens": "set tile_tokens, the most tokens of any tile",
+    "stream_tokens": "set tile_tokens, which the chunks of streamed layers have too",
     "log_metrics": "give the Trainer ringtile.MetricsCallback()",
     "gc_steps": "give the Trainer ringtile.CollectGarbageCallback(steps)",
     "tiled_mlp_num_shards": "set tile_tokens, or call ringtile.tile_mlps(model, num_shards=...)",
@@ -90,11 +92,9 @@ class Config(Section):
     keep_attention: bool | Literal["auto"] = "auto"
     tiled_mlp: bool = False
     tiled_norm: bool = False
-    tile_tokens: Count = 16384  # tokens per tile, of the MLP, the norms and the loss
+    tile_tokens: Count = 16384  # tokens per tile of the MLP, the norms and the loss, and per chunk of a streamed layer
     tiled_loss: bool = False
-    loss_tile_tokens: Count | None = None  # tokens per tile of the loss, instead of what its device is given
     stream: bool = False  # run layers on chunks of tokens: ringtile/hf/features/stream.py
-    stream_tokens: Count = 16384  # tokens of a chunk
     shared_prefix: bool = False  # compute what rows of a batch begin alike with once: ringtile/hf/features/trees.py
     activation_offloading: bool = False  # keep the inputs of checkpointed layers in host memory
     first_batch_check: bool = True  # compare the ranks with one process on the first batch: ringtile/hf/first_batch.py
@@ -120,19 +120,10 @@ class Config(Section):
                 scheme.check(self.context_parallel_size)
         except InputError as error:
             raise ValueError(f"context_parallel_scheme: {error}") from None
-        if "tile_tokens" in given and not (self.tiled_mlp or self.tiled_norm or self.tiled_loss):
+        if "tile_tokens" in given and not (self.tiled_mlp or self.tiled_norm or self.tiled_loss or self.stream):
             raise ValueError(
-                f"tile_tokens is {self.tile_tokens} but nothing is tiled; set tiled_mlp: true, tiled_norm: true or "
-                f"tiled_loss: true, or remove tile_tokens"
-            )
-        if "stream_tokens" in given and not self.stream:
-            raise ValueError(
-                f"stream_tokens is {self.stream_tokens} but stream is false; set stream: true or remove stream_tokens"
-            )
-        if self.loss_tile_tokens is not None and not self.tiled_loss:
-            raise ValueError(
-                f"loss_tile_tokens is {self.loss_tile_tokens} but tiled_loss is false; set tiled_loss: true or remove "
-                f"loss_tile_tokens"
+                f"tile_tokens is {self.tile_tokens} but nothing is tiled; set tiled_mlp: true, tiled_norm: true, "
+                f"tiled_loss: true or stream: true, or remove tile_tokens"
             )
         return self
 
@@ -225,8 +216,8 @@ def check_keys(given: Collection[str], known: Collection[str], prefix: str = "")
 def nearest_key(key: str, valid: Collection[str]) -> str:
     """Completes the error for an unknown key: a valid key that is close, or all of them, or the closest of many."""
     key, names = str(key)[:MAX_KEY], sorted(valid)
-    if key in _IN_PYTHON and "tile_tokens" in names:
-        return _IN_PYTHON[key]
+    if key in _GONE and "tile_tokens" in names:
+        return _GONE[key]
     if (same := _ELSEWHERE.get(key) or TAKEN.get(key, ("", {}))[0]) in names:
         return f"did you mean {same}?"
     if close := difflib.get_close_matches(key, names, n=1):

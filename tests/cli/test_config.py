@@ -37,7 +37,8 @@ def test_defaults_change_nothing():
         ({"context_parallel_size": 10**5000}, ["context_parallel_size is an int of more than 4000 digits"]),
         # Settings without effect.
         ({"tile_tokens": 5}, ["tile_tokens is 5 but nothing is tiled"]),
-        ({"loss_tile_tokens": 5, "tiled_mlp": True}, ["loss_tile_tokens is 5 but tiled_loss is false"]),
+        ({"loss_tile_tokens": 5, "tiled_loss": True}, ["unknown key loss_tile_tokens: set tile_tokens, the most"]),
+        ({"stream_tokens": 5, "stream": True}, ["unknown key stream_tokens: set tile_tokens, which the chunks"]),
     ],
 )
 def test_bad_key_or_value_is_named(values, words):

@@ -105,9 +105,7 @@ def test_peak_of_a_layer_without_its_float32_copies(tile_tokens: int, saves: int
     model = transformers.LlamaConfig(**sizes, **heads)
     seq_len, peaks = 1024, []
     for tiled_norm in (False, True):
-        config = Config(
-            tiled_mlp=True, tiled_loss=True, tiled_norm=tiled_norm, tile_tokens=tile_tokens, loss_tile_tokens=64
-        )
+        config = Config(tiled_mlp=True, tiled_loss=True, tiled_norm=tiled_norm, tile_tokens=tile_tokens)
         setup = Setup(model, ringtile=config, gradient_checkpointing=True, dtype=torch.bfloat16)
         with TrainingStep(setup) as step:
             peaks.append(step.run(seq_len).parts["activations"])

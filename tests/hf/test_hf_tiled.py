@@ -202,12 +202,11 @@ def test_tiling_twice_and_strange_forwards_are_refused() -> None:
 # ---- the loss -----------------------------------------------------------------------------------
 
 
-def test_tile_of_the_loss_is_bounded_by_the_device_or_given() -> None:
+def test_tile_of_the_loss_is_bounded_by_the_device_and_by_the_key() -> None:
     sizes = {"vocab_size": 2**17, "dtype": torch.bfloat16}
     of = {name: functools.partial(tile_tokens_of, **sizes, device=torch.device(name)) for name in ("cpu", "cuda")}
     assert [of[name](Config(tiled_loss=True)) for name in of] == [256, 2**30 // (6 * 2**17)]
     assert [of[name](Config(tiled_loss=True, tile_tokens=200)) for name in of] == [200, 200]
-    assert [of[name](Config(tiled_loss=True, tile_tokens=200, loss_tile_tokens=4096)) for name in of] == [4096, 4096]
 
 
 @pytest.fixture

@@ -331,7 +331,7 @@ def test_the_planner_knows_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step but for weights and optimizer, in tensors of at least a hundred elements: within 5 %."""
     monkeypatch.undo()
     config = tiny_model(max_position_embeddings=4096, hidden_size=64, intermediate_size=192).config
-    setup = Setup(config, ringtile=Config(stream=True, stream_tokens=64, keep_attention=False))
+    setup = Setup(config, ringtile=Config(stream=True, tile_tokens=64, keep_attention=False))
     with TrainingStep(setup) as step:
         parts = step.run(2048).parts
     planned = sum(parts.values()) - parts["weights"] - parts["optimizer"]

@@ -8,7 +8,7 @@ from cells import Cell, check, params, table
 from hf_models import tiny_model
 from hf_training import Padded, make_trainer, packed
 
-STREAM = {"stream": True, "stream_tokens": 8}
+STREAM = {"stream": True, "tile_tokens": 8}
 ALONE = STREAM | {"context_parallel_size": 1}
 
 
@@ -28,7 +28,7 @@ CELLS = table(
         config=ALONE,
         made=dropping,
         world=1,
-        alone_config={"context_parallel_size": 1, "shared_prefix": False, "stream": True, "stream_tokens": 4096},
+        alone_config={"context_parallel_size": 1, "shared_prefix": False, "stream": True, "tile_tokens": 4096},
     ),
     Cell("two ranks", {"evaluate": True}, STREAM),
     Cell("two ranks, Ulysses, packed", {"collator": packed}, STREAM | {"context_parallel_scheme": "ulysses"}),
@@ -52,7 +52,7 @@ def test_equal_to_one_process(cell: Cell) -> None:
 @pytest.mark.parametrize(
     ("config", "arguments", "reason"),
     [
-        ({"stream_tokens": 8}, {}, "stream_tokens is 8 but stream is false"),
+        ({"tile_tokens": 8}, {}, "tile_tokens is 8 but nothing is tiled"),
         (STREAM, {"torch_compile": True}, "stream is true and Trainer uses torch_compile"),
         (STREAM, {"family": "lfm2"}, "is a Lfm2ShortConv, whose state goes on from chunk to chunk"),
     ],

@@ -170,7 +170,7 @@ class TrainingStep:
             if setup.on_gpu:
                 patches.set(recurrent, "uses_libraries", lambda device: True)  # and so are not given wider numbers
         if setup.ringtile.stream:
-            stream.install(model, setup.ringtile.stream_tokens, patches)
+            stream.install(model, setup.ringtile.tile_tokens, patches)
         if setup.ringtile.tiled_mlp:
             install_tiled_mlp(model, setup.ringtile, patches)
         if setup.ringtile.tiled_norm:

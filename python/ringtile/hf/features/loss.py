@@ -131,8 +131,8 @@ for _operator in _OPERATORS:
 def install_tiled_loss(model: PreTrainedModel, config: Config, patches: Patches) -> None:
     """Replaces the output projection's forward and the model's loss function by tiled versions, for training.
 
-    A tile has config.loss_tile_tokens tokens; without, config.tile_tokens or as many as the default tile of
-    `tiled_linear_cross_entropy`, whichever is fewer.
+    A tile has config.tile_tokens tokens, or as many as the default tile of `tiled_linear_cross_entropy`, whichever is
+    fewer.
 
     RefusedError: the loss is not transformers' causal one, or the projection is not a plain torch.nn.Linear.
     ConfigError: Liger has replaced the model's forward.
@@ -203,7 +203,7 @@ def _head_forward(
 
 def tile_tokens_of(config: Config, vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
     """Tokens in a tile of the loss."""
-    return config.loss_tile_tokens or min(config.tile_tokens, loss_tile_tokens(vocab_size, dtype, device))
+    return min(config.tile_tokens, loss_tile_tokens(vocab_size, dtype, device))
 
 
 def tiled_causal_lm_loss(

@@ -80,7 +80,7 @@ def install_stream(trainer: Trainer, base: PreTrainedModel, config: Config, patc
         )
     if getattr(trainer.args, CHECKPOINTING) and trainer.args.process_index == 0:
         logger.info(f"stream: {CHECKPOINTING} has no effect on streamed layers, which run again in the backward anyway")
-    install(base, config.stream_tokens, patches)
+    install(base, config.tile_tokens, patches)
 
 
 def _stream(model: nn.Module, stream_tokens: int, patches: Patches) -> None:
