@@ -38,7 +38,7 @@ def drawn_since(before: dict[str, Tensor]) -> list[str]:
 
 
 def all_random_states() -> tuple[dict[str, Tensor], Any, Any]:
-    """Those of `random_states`, Python's and numpy's, of which users' code draws; None for numpy's without numpy."""
+    """Snapshot torch's, Python's and numpy's random states; None for numpy's without numpy."""
     numpy = sys.modules.get("numpy")
     return random_states(), random.getstate(), None if numpy is None else numpy.random.get_state()
 

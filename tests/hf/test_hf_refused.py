@@ -312,7 +312,10 @@ def test_tower_runs_outside_of_a_shard_only():
     refuse_towers(model, patches)
     model.get_submodule(tower)(images)
     expected = f"the batch makes {tower} run; expected text only"
-    with active(types.SimpleNamespace(waits=False)), pytest.raises(ringtile.RefusedError, match=expected):
+    with (
+        active(types.SimpleNamespace(before_language_model=False)),
+        pytest.raises(ringtile.RefusedError, match=expected),
+    ):
         model.get_submodule(tower)(images)
     patches.restore()
     model.get_submodule(tower)(images)

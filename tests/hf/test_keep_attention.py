@@ -159,7 +159,7 @@ def run(
         calls = Calls(group)
         generator = torch.Generator().manual_seed(group.transport.rank)
         x = torch.randn(6, 8, dtype=torch.float64, generator=generator).requires_grad_()
-        batch: Any = SimpleNamespace(room=keeping.Room(math.inf) if keep else None, waits=False)
+        batch: Any = SimpleNamespace(room=keeping.Room(math.inf) if keep else None, before_language_model=False)
         keeper = _Keeping(CHECKPOINTS[kind])
         with active(batch):
             found = use(lambda y: keeper(getattr(calls, name), y), x)

@@ -59,7 +59,7 @@ def _normed(model):
     ("change", "reason"),
     [
         (_replaced(_mixing), "the features of an image change with the other images of the call"),
-        (_replaced(_counting), "the features of an image are others when it is alone"),
+        (_replaced(_counting), "the features of an image depend on whether it is alone"),
         (_normed, "it has a batch norm, which mixes them"),
     ],
 )

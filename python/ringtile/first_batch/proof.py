@@ -18,8 +18,8 @@ from ringtile.transport.groups import Group, transport_of
 
 logger = logging.getLogger("ringtile")
 
-# By so many units in the last place, or by so much of their size, rounding changes the numbers of a model that is so
-# steep that errors may hide behind it, or that draws random numbers.
+# Noise above which the proof is inconclusive: in units in the last place, and relative to the values. The model is so
+# steep that errors may hide behind its rounding, or it draws random numbers.
 _STEEP_UNITS, _STEEP = 4096.0, 0.25
 
 

@@ -59,7 +59,7 @@ class ShardedBatch:
     # causality.
     documents: IntervalMask | None = None
     whole_mask: Tensor | None = None  # (B, S): what the model then gets as its attention mask
-    waits: bool = False  # for the language model, before which whole sequences run
+    before_language_model: bool = False  # inside the model, where whole sequences run
     draws_masks: bool = False  # whether the model has drawn masks itself: each layer then gets one
     _chunked: dict[int, ShardedSequence] = field(default_factory=dict)
 
@@ -114,13 +114,13 @@ _inside = _Inside()
 def active_batch() -> ShardedBatch | None:
     """Return the batch that is inside a model in this thread; None: what is inside is not sharded, or nothing is."""
     batch = _inside.batch
-    return None if batch is None or batch.waits else batch
+    return None if batch is None or batch.before_language_model else batch
 
 
 def waiting_batch() -> ShardedBatch | None:
     """Return the batch that is inside a model in this thread, before its language model."""
     batch = _inside.batch
-    return batch if batch is not None and batch.waits else None
+    return batch if batch is not None and batch.before_language_model else None
 
 
 def activate(batch: ShardedBatch | None) -> None:

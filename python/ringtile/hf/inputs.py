@@ -102,7 +102,7 @@ def shard_batch(
         causal=causal,
         rows=rows,
         documents=documents,
-        waits=bool(given),
+        before_language_model=bool(given),
     )
     for layer in reading.layers:
         batch.narrowed(layer)

@@ -77,12 +77,12 @@ class LossOnSequences(Strategy):
             watch_loss(wrapped, base, self.patches)
         if hasattr(base, "generate"):
             self.patches.wrap(base, "generate", functools.partial(self._generate_whole, base))
-        called = self.called(wrapped, base)
-        UnshardedOutputs(self._shard_in_step, self.check_used, self.group).install(called, base, self.patches)
-        return called
+        entry = self.loss_entry(wrapped, base)
+        UnshardedOutputs(self._shard_in_step, self.check_used, self.group).install(entry, base, self.patches)
+        return entry
 
-    def called(self, wrapped: nn.Module, base: PreTrainedModel) -> nn.Module:
-        """The module of a model that the loss calls."""
+    def loss_entry(self, wrapped: nn.Module, base: PreTrainedModel) -> nn.Module:
+        """The module whose forward the loss calls."""
         return wrapped
 
     def _in_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:

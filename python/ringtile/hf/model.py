@@ -140,32 +140,32 @@ def attends_causally(model: PreTrainedModel) -> bool:
     whole = config if shifts_labels(model) else model.config  # T5Gemma 2 says it there alone
     if getattr(config, "is_encoder_decoder", False) or getattr(whole, "is_encoder_decoder", False):
         raise RefusedError(f"{name} has an encoder and a decoder; expected one of the two: {INSTEAD}")
-    said: dict[bool, str] = {}  # the first layer that says so
+    first: dict[bool, str] = {}  # by is_causal
     for path, module in modules:
         flag = getattr(module, "is_causal", None)
         if isinstance(flag, bool) and not path.endswith(_CROSS_ATTENTION):
-            said.setdefault(flag, path)
+            first.setdefault(flag, path)
     full_masks = not getattr(config, "is_causal", True)
     # An encoder whose loss is the Trainer's, or one of rows, does not shift either.
     has_no_head = model.base_model is model or reads_rows(model)
-    if shifts_labels(model) and not (has_no_head and (full_masks or False in said)):
-        if full_masks or False in said:
-            raise RefusedError(f"{name} is bidirectional {said.get(False, '')}; expected a causal decoder: {INSTEAD}")
+    if shifts_labels(model) and not (has_no_head and (full_masks or False in first)):
+        if full_masks or False in first:
+            raise RefusedError(f"{name} is bidirectional {first.get(False, '')}; expected a causal decoder: {INSTEAD}")
         return True
-    if len(said) != 1:
+    if len(first) != 1:
         raise RefusedError(
-            f"{name} has {'causal and bidirectional layers' if said else 'no layer that says whether it is causal'} "
+            f"{name} has {'causal and bidirectional layers' if first else 'no layer that says whether it is causal'} "
             f"(is_causal); expected all layers to say the same, as those that attend through transformers' "
             f"AttentionInterface do: {INSTEAD}"
         )
-    causal = True in said
+    causal = True in first
     files = {sys.modules[type(module).__module__] for _, module in modules if isinstance(module, PreTrainedModel)}
     makes_causal, makes_full = (
         any(hasattr(f, mask) for f in files for mask in m) for m in (_CAUSAL_MASKS, _FULL_MASKS)
     )
     if not ((makes_causal and not full_masks) if causal else (makes_full or (makes_causal and full_masks))):
         raise RefusedError(
-            f"{name} is {'causal' if causal else 'bidirectional'} in its layers ({said[causal]}.is_causal) but not in "
+            f"{name} is {'causal' if causal else 'bidirectional'} in its layers ({first[causal]}.is_causal) but not in "
             f"its masks, or makes masks of its own; expected those of transformers and is_causal to agree: {INSTEAD}"
         )
     return causal

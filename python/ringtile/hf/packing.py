@@ -31,14 +31,14 @@ logger = logging.getLogger("ringtile")
 
 
 class Packing:
-    """What becomes of the documents of packed rows in one model: decides it, and says it once.
+    """Whether the documents of packed rows stay separate in one model; warns once where they do not.
 
     hybrid: whether recurrent layers must keep them apart too; ringtile then does, whatever the model's masks know.
-    speaks: whether this process logs.
+    is_main_process: whether this process logs.
     """
 
-    def __init__(self, model: PreTrainedModel, *, causal: bool, hybrid: bool, speaks: bool) -> None:
-        self._model, self._causal, self._hybrid, self._speaks = model, causal, hybrid, speaks
+    def __init__(self, model: PreTrainedModel, *, causal: bool, hybrid: bool, is_main_process: bool) -> None:
+        self._model, self._causal, self._hybrid, self._logs = model, causal, hybrid, is_main_process
         self.separate = hybrid or positions_separate(model, causal)  # by position ids alone; None: not known
         self._flash = _is_flash(model)
         forwards = _forwards(model)
@@ -133,7 +133,7 @@ class Packing:
         )
 
     def _say(self, message: str) -> None:
-        if self._speaks and message not in self._said:
+        if self._logs and message not in self._said:
             self._said.add(message)
             logger.warning(message)
 

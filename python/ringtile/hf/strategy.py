@@ -74,11 +74,11 @@ class Strategy(abc.ABC):
         self.dropout = CountedDropout(trainer, self.group.data_index, self.group.data_size)
         self.causal, self.shifts_labels = model.attends_causally(base), shifts_labels(base)
         self.layers = set(layer_masks(base.config.get_text_config(), self.causal))
-        hybrid, speaks = bool(mixers(model.text_modules(base))), trainer.args.process_index == 0
+        hybrid, is_main = bool(mixers(model.text_modules(base))), trainer.args.process_index == 0
         # States are passed from stretch to stretch, of which a balanced layout makes many.
         self.layout = resolved(config.layout) if hybrid else config.layout
         self.shares_rows = trainers.shares_rows(trainer)
-        self.packing = Packing(base, causal=self.causal, hybrid=hybrid, speaks=speaks)
+        self.packing = Packing(base, causal=self.causal, hybrid=hybrid, is_main_process=is_main)
         routers = getattr(base.config.get_text_config(), "output_router_logits", False)
         routers = routers or getattr(trainer, "aux_loss_enabled", False)  # TRL's fused head asks in the batch too
         self.checked = frozenset({"output_router_logits"} if routers else ())
@@ -206,7 +206,8 @@ class Strategy(abc.ABC):
         assert batch.token_weights is not None
         shape = (batch.token_weights.size(0), batch.sequence.local_len)
         places = None if batch.rows is None else batch.rows.places
-        self._begin_call(ModelCall(shape, batch.sequence, batch.seq_len, _tokens(inputs), places), at_seam=batch.waits)
+        call = ModelCall(shape, batch.sequence, batch.seq_len, _tokens(inputs), places)
+        self._begin_call(call, at_seam=batch.before_language_model)
         return local, batch
 
     def _reading(self) -> Reading:

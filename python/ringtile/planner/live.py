@@ -109,8 +109,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages[x.untyped_storage()] = _Storage(0, "weights")
 
     def tiles(self, num_tokens: int, tile_tokens: int) -> Iterator[slice]:
-        """Those of tiled/tiles.py but for tiles that follow one which has left all storages as the tile before it did:
-        they would do as that one, and only the last, which may be shorter, runs."""
+        """As tiles() of tiled/tiles.py, but skip to the last tile once two tiles leave the same live bytes."""
         ranges, before, i = list(tiles(num_tokens, tile_tokens)), dict[str, int](), 0
         while i < len(ranges):
             flops = self.flops

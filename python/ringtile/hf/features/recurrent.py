@@ -74,8 +74,8 @@ def install(model: PreTrainedModel, patches: Patches) -> None:
         for name in MIXERS[type(mixer).__name__]:
             if not hasattr(file, name):
                 raise RefusedError(
-                    f"{path} ({type(mixer).__name__}) is not transformers' own: its file has no {name}; expected "
-                    f"transformers' own, whose functions ringtile replaces"
+                    f"{path} ({type(mixer).__name__}): its module has no function {name}; expected the layer of "
+                    f"transformers >= 5.17, whose functions ringtile replaces"
                 )
             patches.share(file, name, functools.partial(_either, functools.partial(_of_batch, name)))
         watch = _Watch(path, mixer)

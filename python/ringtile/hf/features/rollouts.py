@@ -73,13 +73,13 @@ class LossOnRollouts(LossOnSequences):
         steps = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
         return int(args.per_device_train_batch_size * groups * steps)
 
-    def called(self, wrapped: nn.Module, base: PreTrainedModel) -> nn.Module:
+    def loss_entry(self, wrapped: nn.Module, base: PreTrainedModel) -> nn.Module:
         """Distillation multiplies the last hidden states by the head itself."""
         return base.base_model if hasattr(self.trainer, "teacher_model") else wrapped
 
     @property
     def entry(self) -> nn.Module:
-        return self.called(super().entry, self.base)
+        return self.loss_entry(super().entry, self.base)
 
     def shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None]:
         """Without the number of last tokens whose logits distillation wants: it cuts the hidden states itself."""

@@ -43,7 +43,7 @@ class _Seam:
         given = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
         batch = waiting_batch()
         if batch is not None:
-            batch.waits = False
+            batch.before_language_model = False
             given = self._sharded(given, batch)
         elif (active := active_batch()) is not None and active.documents is not None:
             raise RefusedError(f"{self._name} runs its language model twice in a forward pass; expected once")

@@ -180,7 +180,7 @@ class _SplitTower:
         elif changed > 0:
             self._say("the features of an image change with the other images of the call")
         elif moved > 1:
-            self._say("the features of an image are others when it is alone")
+            self._say("the features of an image depend on whether it is alone")
         known = {path: place for path, (place, _) in rows.items() if place is not None}
         splits = len(known) == len(rows) > 0 and changed == 0 and moved <= 1
         splits_videos = bool(of_frames) and of_frames[0] == 0 and of_frames[1] <= 1
