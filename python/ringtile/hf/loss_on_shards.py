@@ -173,14 +173,14 @@ class LossOnShards(Strategy):
         wanted = self.group.data_size if num_items_given and self._trainer_factor() > 1 else 1
         return wanted / self._trainer_factor()
 
-    def _smooth_labels(self, original: Callable[..., Any], model_output: Any, labels: Tensor, **kwargs: Any) -> Any:
+    def _smooth_labels(self, original: Callable[..., Any], outputs: Any, labels: Tensor, /, **kwargs: Any) -> Any:
         """The original without its shift: the labels were shifted before they were sharded.
 
         On a whole batch, to prove the first one, as in one process: by the name that FSDP2 gives the model's class, the
         Trainer takes it for one that does not shift.
         """
         shifts = active_batch() is None and self.shifts_labels
-        return original(model_output, labels, **{**kwargs, "shift_labels": shifts})
+        return original(outputs, labels, **{**kwargs, "shift_labels": shifts})
 
     # ---- evaluation -----------------------------------------------------------------------------
 

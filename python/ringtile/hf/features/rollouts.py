@@ -122,6 +122,7 @@ class LossOnRollouts(LossOnSequences):
         prompt_ids: Sequence[Any],
         images: Any,
         multimodal_fields: Mapping[str, Any],
+        /,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
