@@ -53,6 +53,7 @@ _GONE = {
     "stream_tokens": "set tile_tokens, which the chunks of streamed layers have too",
     "log_metrics": "give the Trainer ringtile.MetricsCallback()",
     "gc_steps": "give the Trainer ringtile.CollectGarbageCallback(steps)",
+    "timeout_seconds": "set ddp_timeout in TrainingArguments, after which a silent rank counts as lost",
     "tiled_mlp_num_shards": "set tile_tokens, or call ringtile.tile_mlps(model, num_shards=...)",
     "tiled_mlp_use_original_mlp": "call ringtile.tile_mlps(model, use_original_mlp=True)",
 }
@@ -98,7 +99,6 @@ class Config(Section):
     shared_prefix: bool = False  # compute what rows of a batch begin alike with once: ringtile/hf/features/trees.py
     activation_offloading: bool = False  # keep the inputs of checkpointed layers in host memory
     first_batch_check: bool = True  # compare the ranks with one process on the first batch: ringtile/hf/first_batch.py
-    timeout_seconds: float = Field(default=600.0, gt=0, le=1e9, allow_inf_nan=False)  # of silence: then a rank is lost
 
     @property
     def asks(self) -> bool:

@@ -204,8 +204,8 @@ def test_ranks_that_call_other_methods_are_named():
 
 def _one_rank_does_not_come(name):
     """What rank 0 raises where rank 1 does something else."""
-    trainer = make_trainer(max_steps=1)
-    enable(trainer, {"context_parallel_size": 2, "timeout_seconds": 2.0})
+    trainer = make_trainer(max_steps=1, ddp_timeout=2)
+    enable(trainer, {"context_parallel_size": 2})
     store = distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         store.wait([f"{name} has failed"])
@@ -219,7 +219,7 @@ def _one_rank_does_not_come(name):
 
 
 @pytest.mark.parametrize("name", ["evaluate", pytest.param("predict", marks=pytest.mark.long)])
-def test_a_rank_that_does_not_come_is_named_after_timeout_seconds(name):
+def test_a_rank_that_does_not_come_is_named_after_ddp_timeout(name):
     pool = Pool(2)
     try:
         said = pool.run(_one_rank_does_not_come, name)[0]
@@ -280,18 +280,18 @@ def _timeout_of_the_world():
         def on_step_begin(self, *args, **kwargs):
             found.append(dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds())
 
-    trainer = make_trainer(max_steps=1)
+    trainer = make_trainer(max_steps=1, ddp_timeout=7)
     trainer.add_callback(Look())
     look = trainer.callback_handler.callbacks[-1]
     look.on_step_begin()
-    enable(trainer, {"context_parallel_size": 2, "timeout_seconds": 7.0})
+    enable(trainer, {"context_parallel_size": 2})
     trainer.train()
     restore(trainer)
     look.on_step_begin()
     return len(set(found)), len(found)
 
 
-def test_timeout_seconds_leaves_the_engines_timeout_alone():
+def test_the_timeout_of_an_engine_that_runs_is_left_alone():
     assert run_ranks(2, _timeout_of_the_world) == [(1, 3)] * 2
 
 

@@ -137,8 +137,8 @@ def failing_reward(**columns: Any) -> list[float]:
 
 
 def error_of_rewards(name: str) -> str:
-    trainer = make_rollouts(group=2, rewards=[globals()[name]], max_steps=1)
-    ringtile.enable(trainer, {"context_parallel_size": 2, "timeout_seconds": 5.0})
+    trainer = make_rollouts(group=2, rewards=[globals()[name]], max_steps=1, ddp_timeout=5)
+    ringtile.enable(trainer, {"context_parallel_size": 2})
     with pytest.raises((ringtile.RingtileError, ValueError)) as raised:
         trainer.train()
     return f"{type(raised.value).__name__}: {raised.value}"

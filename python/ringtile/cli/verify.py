@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> Outcome:
     check_same(recipe)
     config, group = recipe.ringtile, None
     if config.context_parallel_size > 1:
-        group = ContextParallelGroup(config.context_parallel_size, config.timeout_seconds, arguments.device)
+        group = ContextParallelGroup(config.context_parallel_size, arguments.ddp_timeout, arguments.device)
     model: Any = make_model(recipe, make_encoder(recipe))
     proofs = prove_ops(model.float(), config, group.process_group if group else None)
     del model, group

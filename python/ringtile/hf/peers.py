@@ -161,7 +161,7 @@ class Peers:
         self._meet("the next step of the Trainer", self._group.device)
 
     def _meet(self, what: str, device: torch.device | None = None) -> None:
-        """Waits for the ranks that share a sequence, for timeout_seconds: without it, one that has stopped or called
+        """Waits for the ranks that share a sequence, for ddp_timeout: without it, one that has stopped or called
         something else would be waited for in the engine's next collective, for its own timeout. device: see `agree`."""
         with transport_of(self._group.process_group).agree(what, {}, device):
             pass

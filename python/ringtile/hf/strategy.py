@@ -67,7 +67,7 @@ class Strategy(abc.ABC):
         if trainer.train_dataset is not None:
             dropout.refuse(base)  # here, not in the first step, which may come hours later
         self.group = ContextParallelGroup(
-            config.context_parallel_size, config.timeout_seconds, trainer.args.device, tp_size_of(trainer)
+            config.context_parallel_size, trainer.args.ddp_timeout, trainer.args.device, tp_size_of(trainer)
         )
         patches.on_restore(self.group.close)
         self.room: keep.Room | None = None  # for what checkpointed layers keep; made before each forward

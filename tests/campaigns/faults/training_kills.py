@@ -193,8 +193,7 @@ def _write_recipe(trial: Trial, folder: Path) -> None:
 
 
 def _keys(trial: Trial) -> dict[str, Any]:
-    size, scheme = trial.context_parallel_size, trial.scheme
-    return {"context_parallel_size": size, "timeout_seconds": trial.timeout, "context_parallel_scheme": scheme}
+    return {"context_parallel_size": trial.context_parallel_size, "context_parallel_scheme": trial.scheme}
 
 
 def _rank(rank: int, trial: Trial, folder: str, variables: dict[str, str]) -> None:
