@@ -8,6 +8,6 @@ from __future__ import annotations
 from ringtile.errors import needs_extra
 
 with needs_extra("ringtile.auto", "hf"):
-    from ringtile.hf.auto import install
+    from ringtile.hf.trainer import enable_every_trainer
 
-restore = install().restore
+restore = enable_every_trainer().restore

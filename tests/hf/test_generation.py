@@ -19,7 +19,7 @@ from hf_models import SIZES, tiny_tokenizer
 from hf_rollouts import SETTINGS, Given, completion_of, log_prob_bytes, make_rollouts, train_rollouts, without_times
 from hf_training import PROOF, Run, failure_of
 from pool import run_ranks
-from ringtile.hf import auto
+from ringtile.hf.trainer import enable_every_trainer
 from test_rollouts import ALL, assert_equal, assert_same
 from transformers import GenerationMixin, LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
 from trl.generation import vllm_generation
@@ -250,7 +250,7 @@ BRIEFLY: dict[str, Any] = {"beta": 0.1, "max_steps": 1}  # with a reference mode
 
 def _by_import(path: str) -> list[dict[str, float]]:
     with mock.patch.dict(os.environ, {"RINGTILE_CONFIG": path}):
-        patches = auto.install()
+        patches = enable_every_trainer()
     try:
         trainer = make_rollouts(group=2, **BRIEFLY)
         trainer.train()

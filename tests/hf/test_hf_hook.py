@@ -436,12 +436,12 @@ class _Subclass(Trainer):
 
 
 def test_auto_that_refuses_a_subclass_does_so_each_time_that_it_is_used(tmp_path, monkeypatch):
-    from ringtile.hf.auto import install
+    from ringtile.hf.trainer import enable_every_trainer
 
     path = tmp_path / "ringtile.yaml"
     path.write_text("context_parallel_size: 2\n")
     monkeypatch.setenv("RINGTILE_CONFIG", str(path))
-    patches = install()
+    patches = enable_every_trainer()
     try:
         trainer = make_trainer(trainer_class=_Subclass)
     finally:
@@ -453,8 +453,8 @@ def test_auto_that_refuses_a_subclass_does_so_each_time_that_it_is_used(tmp_path
 
 
 def test_auto_without_the_variable_says_so(monkeypatch):
-    from ringtile.hf.auto import install
+    from ringtile.hf.trainer import enable_every_trainer
 
     monkeypatch.delenv("RINGTILE_CONFIG", raising=False)
     with pytest.raises(ringtile.ConfigError, match="RINGTILE_CONFIG is not set"):
-        install()
+        enable_every_trainer()

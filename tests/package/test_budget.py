@@ -19,7 +19,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "python/ringtile/attn": (12, 2385),
     "python/ringtile/cli": (14, 2090),
     "python/ringtile/first_batch": (8, 1140),
-    "python/ringtile/hf": (45, 8880),
+    "python/ringtile/hf": (44, 8870),
     "python/ringtile/planner": (15, 2312),
     "python/ringtile/recurrent": (14, 2545),
     "python/ringtile/self_test": (3, 607),

@@ -75,3 +75,12 @@ class RecordingForward:
             recorded[key].append(tensor)
         own = outputs[: -len(self.recorded_keys)]
         return own if self.returns_tuple else own[0]
+
+
+def with_recorded(own_forward: Callable[..., Any], run: Callable[[Callable[..., Any]], Any]) -> Any:
+    """run(forward): with the module's own, or with one that records too, while transformers does."""
+    recorded = _active_collector.get()  # type: ignore[no-untyped-call]
+    if not recorded:
+        return run(own_forward)
+    forward = RecordingForward(own_forward, [key for key in recorded if not key.startswith("_")])
+    return forward.deliver(run(forward), recorded)

@@ -1,7 +1,8 @@
-"""`ringtile.enable` and `ringtile.restore`: exact context parallelism, tiling and offloading for one Trainer."""
+"""`ringtile.enable`, `restore` and `ringtile.auto`: exact context parallelism, tiling and offloading for a Trainer."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
@@ -40,10 +41,11 @@ class _Session(NamedTuple):
     first_batch: FirstBatch | None  # None: nothing is sharded, or it is not to be checked
 
 
-FEATURES = tuple(
-    each.FEATURE for each in (mlp, norm, loss, stream, offload, trees)
-)  # whether a sequence is sharded or not
+# Whether a sequence is sharded or not.
+FEATURES = tuple(each.FEATURE for each in (mlp, norm, loss, stream, offload, trees))
 _ENTRIES = ("train", "evaluation_loop")  # methods in which a rank may wait for others
+_VARIABLE = "RINGTILE_CONFIG"
+_USES = ("train", "evaluate", "predict")  # methods that an enabled Trainer runs otherwise
 _SESSION = "_ringtile_session"  # the attribute of an enabled Trainer that holds its _Session
 
 
@@ -91,6 +93,31 @@ def restore(trainer: Trainer) -> None:
     session: _Session | None = vars(trainer).get(_SESSION)
     if session is not None:
         session.patches.restore()
+
+
+def enable_every_trainer() -> Patches:
+    """Makes every Trainer enable ringtile when it is built, with the YAML file that RINGTILE_CONFIG names.
+
+    The variable is read here, once. `restore()` on the returned record leaves later Trainers alone.
+    Raises ConfigError when the variable is unset or the file is not a configuration.
+    """
+    path = os.environ.get(_VARIABLE)
+    if not path:
+        raise ConfigError(f"{_VARIABLE} is not set; expected the path of a YAML file with ringtile's keys")
+    config = Config.load(path)
+    original = Trainer.__init__
+
+    @functools.wraps(original)
+    def construct(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if type(self).__init__ is Trainer.__init__:
+            enable(self, config)
+        else:
+            _enable_when_used(self, config)
+
+    patches = Patches()
+    patches.set(Trainer, "__init__", construct)
+    return patches
 
 
 def _with_size(config: Config, trainer: Trainer) -> Config:
@@ -202,3 +229,20 @@ def _show_log(patches: Patches) -> None:
         patches.on_restore(lambda: logger.removeHandler(handler))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+
+
+def _enable_when_used(trainer: Trainer, config: Config) -> None:
+    """For a subclass, whose own __init__ goes on: TRL's makes reference models, and draws seeds, after Trainer's."""
+    until_used = Patches()
+
+    def use(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        until_used.restore()
+        try:
+            enable(trainer, config)
+        except BaseException:
+            _enable_when_used(trainer, config)  # the next use must not run without ringtile
+            raise
+        return getattr(trainer, original.__name__)(*args, **kwargs)
+
+    for name in _USES:
+        until_used.wrap(trainer, name, use)

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils.output_capturing import _active_collector
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, RefusedError
 from ringtile.hf.feature import Feature
 from ringtile.hf.liger import from_liger
 from ringtile.hf.patches import Patches
-from ringtile.hf.tiled_forward import RecordingForward, TiledForward, gather_as_one, own_forward
+from ringtile.hf.tiled_forward import TiledForward, gather_as_one, own_forward, with_recorded
 from ringtile.tiled.mlp import check_parts, run_tiles
 from ringtile.tiled.tiles import check_tile_tokens, tile_limit
 
@@ -92,11 +91,9 @@ class _TiledMlp(TiledForward):
             num_tokens = x.shape[:-1].numel()
             tile_tokens = max(1, -(-num_tokens // self.num_shards))  # rounded up: at most num_shards tiles
         tile_tokens = min(tile_tokens, limit or tile_tokens)
-        recorded = _active_collector.get()  # type: ignore[no-untyped-call]
-        if not recorded:
-            return run_tiles(module, self.own_forward, x, tile_tokens, self.use_original_mlp)
-        forward = RecordingForward(self.own_forward, [key for key in recorded if not key.startswith("_")])
-        return forward.deliver(run_tiles(module, forward, x, tile_tokens, self.use_original_mlp), recorded)
+        return with_recorded(
+            self.own_forward, lambda forward: run_tiles(module, forward, x, tile_tokens, self.use_original_mlp)
+        )
 
 
 # ---- which modules are MLPs: found by structure, no class is known by name ----------------------

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, Trainer
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils.output_capturing import _active_collector
 
 from ringtile.attn.attention import ring_attention
 from ringtile.config import Config
@@ -35,7 +34,7 @@ from ringtile.hf.masks import intervals_of, mask_of_batch
 from ringtile.hf.model import attends_causally, base_model, refuse_modules, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.hf.positions import leave_temperature, scaled_at
-from ringtile.hf.tiled_forward import RecordingForward, TiledForward, gather_as_one, own_forward
+from ringtile.hf.tiled_forward import TiledForward, gather_as_one, own_forward, with_recorded
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
@@ -169,12 +168,10 @@ class _StreamedLayer(TiledForward):
             "one_pass": sequence is None or attends_no_later_chunk(sequence, tokens),
             "inside": as_now(),
         }
-        recorded = _active_collector.get()  # type: ignore[no-untyped-call]
-        if not recorded:
-            return run(lambda x: run_chunks(self.name, module, self._uncheckpointed, x, rest, tokens, **how), x)
-        forward = RecordingForward(self._uncheckpointed, [key for key in recorded if not key.startswith("_")])
-        outputs = run(lambda x: run_chunks(self.name, module, forward, x, rest, tokens, **how), x)
-        return forward.deliver(outputs, recorded)
+        return with_recorded(
+            self._uncheckpointed,
+            lambda forward: run(lambda x: run_chunks(self.name, module, forward, x, rest, tokens, **how), x),
+        )
 
     def _uncheckpointed(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward, without its checkpoint: it runs again anyway."""
