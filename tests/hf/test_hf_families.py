@@ -125,7 +125,7 @@ ROWS = {"qwen2_5_vl": (True, False), "qwen3_vl": (True, True), "glm4v": (True, F
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_text_are_read(name: str) -> None:
     model = tiny_models.tiny_model(tiny_models.tiny_config(name)).eval()
-    packing = Packing(model, causal=True, hybrid=False, speaks=False)
+    packing = Packing(model, causal=True, hybrid=False, is_main_process=False)
     counted = torch.cat([torch.arange(7), torch.arange(9)]).expand(1, 1, 16)
     for rows in (1, 3, 4):
         given = counted.expand(rows, -1, -1) if rows > 1 else counted[0]
