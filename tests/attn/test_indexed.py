@@ -49,12 +49,13 @@ def as_matrix(chosen: Tensor, seq_len: int) -> Tensor:
     return found.scatter(-1, chosen.long().masked_fill(chosen < 0, seq_len), value=True)[..., :-1]
 
 
-def chosen_on(of: Indexer, mask: IntervalMask, layout: Layout, count: int) -> Tensor:
+def chosen_on(of: Indexer, mask: IntervalMask, layout: Layout, count: int, autocast: bool = False) -> Tensor:
     """int32 (B, S, I), put together."""
 
     def rank(group: object) -> Tensor:
         sequence = ShardedSequence(mask, layout, group)  # type: ignore[arg-type]
-        local = choose_keys(*(sequence.shard(x, 1) for x in of), sequence, count, 0.5)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            local = choose_keys(*(sequence.shard(x, 1) for x in of), sequence, count, 0.5)
         return sequence.unshard(local, 1)
 
     return LoopbackWorld(layout.world_size).run(rank)[0]
@@ -74,6 +75,13 @@ def test_choice_is_that_of_a_stable_sort_on_any_ranks(name: str, layout: str, mo
             assert torch.equal(as_matrix(found, 48), by_sorting(of, mask, count))
             ordered = torch.where(found < 0, 99, found)
             assert torch.equal(ordered, ordered.sort(dim=-1).values)
+
+
+def test_choice_under_autocast_rounds_scores_as_the_indexer_does() -> None:
+    """To bfloat16, as one process does: these whole numbers are exact there too."""
+    mask, of = MASKS["documents"], indexer()
+    found = as_matrix(chosen_on(of, mask, Layout.zigzag(48, 2), 5, autocast=True), 48)
+    assert torch.equal(found, by_sorting(of, mask, 5))
 
 
 def test_of_scores_of_zero_the_first_keys_are_chosen() -> None:
@@ -116,8 +124,7 @@ def test_attention_is_the_dense_one_over_the_chosen_keys(name: str, layout: str)
 
 def test_another_document_moves_no_bit() -> None:
     """Of the choice, the output and the gradients of the other documents."""
-    mask, layout = MASKS["documents"], Layout.zigzag(48, 2)
-    other = slice(14, 34)  # the third document
+    mask, layout, other = MASKS["documents"], Layout.zigzag(48, 2), slice(14, 34)  # the third document
 
     def results(changed: bool) -> list[Tensor]:
         p, of = problem(dtype=torch.float32), indexer()
@@ -161,8 +168,7 @@ def test_kernel_and_torch_operations_agree(dtype: torch.dtype) -> None:
     """The self-test, of both, finds nothing; and finds a kernel that leaves a key out."""
     cpu = torch.device("cpu")
     assert ops.why_not_kernel("indexed attention", cpu, dtype) == ""
-    backward = torch.ops.ringtile.indexed_attn_backward
-    test = ops.kernels.indexed_attention
+    backward, test = torch.ops.ringtile.indexed_attn_backward, ops.kernels.indexed_attention
 
     def forgets(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         return torch_ops.indexed_attn(q, k, v, indices[..., 1:], scale)

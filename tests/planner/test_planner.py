@@ -334,14 +334,18 @@ def test_the_file_of_a_run_says_what_the_options_say(
 
 @pytest.mark.parametrize(
     ("model_type", "said"),
-    [
-        *(("recurrent_gemma", "the RG-LRU"), ("bloom", "AttentionInterface"), ("doge", "keep_window_size")),
-        ("deepseek_v32", "learned sparse attention"),
-    ],
+    [("recurrent_gemma", "the RG-LRU"), ("bloom", "AttentionInterface"), ("doge", "keep_window_size")],
 )
 def test_models_that_do_not_run_on_shards_are_refused(model_type: str, said: str) -> None:
     setup = Setup(tiny_config(model_type), devices=2, ringtile=Config(context_parallel_size=2))
     with pytest.raises(RefusedError, match=said):
+        planned(64, setup)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_learned_sparse_attention_is_refused_on_any_ranks(ranks: int) -> None:
+    setup = Setup(tiny_config("deepseek_v32"), devices=ranks, ringtile=Config(context_parallel_size=ranks))
+    with pytest.raises(RefusedError, match="learned sparse attention"):
         planned(64, setup)
 
 

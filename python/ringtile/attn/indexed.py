@@ -156,7 +156,8 @@ def _highest(begin: Tensor, end: Tensor, q: Tensor, k: Tensor, weights: Tensor, 
     for first in range(low, high, _KEYS_AT_ONCE):
         places = torch.arange(first, min(first + _KEYS_AT_ONCE, high), device=device)
         scores = (heads @ k[first : first + places.numel()].float().T).view(*q.shape[:2], -1).mul_(scale).relu_()
-        totals = (weights.float()[:, None] @ scores).squeeze(1) + 0.0  # -0.0 equals 0.0
+        # Under autocast the products are of 16 bits, as the indexer's own. -0.0 equals 0.0.
+        totals = (weights.float()[:, None] @ scores).squeeze(1).float() + 0.0
         # One int64 sorts by score, then the first place first: bits of a float rise as it does, or fall below 0.
         bits = totals.view(torch.int32)
         ranked = ((bits ^ (bits >> 31 & _LAST)).long() << 32) + (_LAST - places)

@@ -408,14 +408,14 @@ def check(model: PreTrainedModel, setup: Setup) -> None:
         raise RefusedError(
             "streamed layers are planned on one rank; expected stream: false, or context_parallel_size: 1"
         )
+    if indexers(model.named_modules()):
+        raise RefusedError(
+            f"{type(model).__name__} chooses the keys of each query (learned sparse attention), which is not planned: "
+            f"measure it with a short training"
+        )
     if setup.ringtile.context_parallel_size > 1:
         with unset_fake_temporarily():  # some of the model's functions are tried on numbers
             check_model(model, proved=setup.ringtile.first_batch_check)
-        if indexers(model.named_modules()):
-            raise RefusedError(
-                f"{type(model).__name__} chooses the keys of each query (learned sparse attention), not planned "
-                f"on ranks that share sequences: measure it with a short training"
-            )
 
 
 def _switch_attention(model: PreTrainedModel) -> None:
