@@ -54,6 +54,7 @@ _LAZY = {
     "enable_context_parallel_dispatcher": "torch_context_parallel.parallel_style",
     "flex_attention": "torch_context_parallel.flex",
     "gated_delta_rule": "recurrent.functions",
+    "Latents": "latents",
     "MetricsCallback": "hf.features.callbacks",
     "Plan": "planner.layer",
     "offload_activations": "hf.features.offload",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from ringtile.hf.features.offload import offload_activations
     from ringtile.hf.features.stream import stream_layers
     from ringtile.hf.trainer import enable, restore
+    from ringtile.latents import Latents
     from ringtile.planner.layer import Plan, plan_attention
     from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
     from ringtile.rl import sequence_log_probs
@@ -105,6 +107,7 @@ __all__ = [
     "ContextParallel",
     "InputError",
     "IntervalMask",
+    "Latents",
     "Layout",
     "LayoutError",
     "LoopbackWorld",

@@ -293,6 +293,16 @@ def _is_ring_of_two(names: Names) -> None:
     torch.testing.assert_close(names["out"], names["alone"])
 
 
+def _latents() -> Names:
+    sizes = {"queries": (4, 24), "latent": (1, 16), "rope": (1, 8)}
+    return {**_sequence(S), **{name: torch.randn(B, S, *size) for name, size in sizes.items()}}
+
+
+def _is_ring_of_latents(names: Names) -> None:
+    keys = names["up"](names["latent"], names["rope"])
+    torch.testing.assert_close(names["out"], ringtile.attention(names["queries"], *keys, mask=names["mask"]))
+
+
 def _has_logits(names: Names) -> None:
     assert names["logits"].shape == (B, S, VOCAB)
 
@@ -318,6 +328,7 @@ _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "docs/guide/rl.md 1": (_policy, _is_step),
     "docs/guide/tiling.md 0": (_tiles, _has_tiles),
     "docs/reference/attention.md 0": (lambda: _sequence(S), _is_ring_of_two),
+    "docs/reference/attention.md 1": (_latents, _is_ring_of_latents),
     "docs/reference/tiled.md 0": (
         lambda: {"model": tiny_model(), "input_ids": torch.arange(S)[None] % VOCAB},
         _has_gradients_of_all,

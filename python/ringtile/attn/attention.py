@@ -18,7 +18,7 @@ from torch import Tensor
 from ringtile import arguments, derivatives, keep, ops
 from ringtile.attn import op, ulysses
 from ringtile.attn.auto import resolved
-from ringtile.attn.call import AttentionCall, AttentionDropout, AttentionKernel, check_options
+from ringtile.attn.call import AttentionCall, AttentionDropout, AttentionKernel, Expand, check_options
 from ringtile.errors import InputError, shown
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
@@ -40,6 +40,7 @@ def ring_attention(
     sinks: Tensor | None = None,
     dropout: AttentionDropout | None = None,
     attention_kernel: AttentionKernel = "auto",
+    expand: Expand | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Compute softmax(scale q k^T, masked) v over a sequence sharded over ranks: ring attention (arXiv:2310.01889).
@@ -55,6 +56,8 @@ def ring_attention(
     - dropout: of the weights, after the softmax; it does not depend on ranks or layout.
     - attention_kernel: "auto" is ringtile's kernels on a CPU, and on a GPU whichever measure faster (so that bits may
       differ from run to run); "ringtile" is ringtile's; "aten" has aten's compute it, and refuses what they cannot.
+    - expand: makes the keys and values of k (B, N, g, d) and v (B, N, g, dv), which then are latents of any sizes: a
+      `ringtile.Latents`. A ring sends the latents, if they are fewer numbers, and each rank expands what it receives.
 
     Every rank of the group makes the same calls in the same order, forward and backward; one group serves one thread.
     Differentiable once.
@@ -72,11 +75,13 @@ def ring_attention(
         check_given("ring_attention", sequence, *parts)
         scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
         options = scale, softcap, attention_kernel, sinks, dropout
+        if expand is not None and through_op:
+            (k, v), expand = expand(k, v), None
         if through_op:
             out, lse = op.attend(q, k, v, sequence or op.SequenceTensors.of(*parts), *options)
         else:  # dispatching a Python op costs more than a small block
             made = sequence or ShardedSequence.of(*parts)
-            out, lse = _attend(AttentionCall.of(made, q, k, v, *options, return_lse), q, k, v, sinks)
+            out, lse = _attend(AttentionCall.of(made, q, k, v, *options, return_lse, expand), q, k, v, sinks)
     except Exception as error:
         if not is_traced(q):
             tell_others("ring_attention", error, sequence, layout, group)
@@ -127,11 +132,12 @@ def _one_rank(seq_len: int) -> Layout:
 
 def _attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return out of q's dtype, and lse in float64. sinks: as the caller gave them, maybe with a graph."""
-    call = resolved(call)
+    call, k, v = resolved(call).heads_or_latents(q, k, v)
+    weights = () if call.expand is None else call.expand.weights
     if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad)
+        q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad) or weights
     ):
-        out, lse = RingAttention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
+        out, lse = RingAttention.apply(q, k, v, sinks, call, *weights)  # type: ignore[no-untyped-call]
         return out, lse
     return _forward(call, q, k, v)[:2]
 
@@ -184,11 +190,11 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         out, lse, saved, ctx.number, ctx.is_local = _forward(call, q, k, v)
         rows = None if call.dropout is None else call.dropout.rows  # saved so that a write to them is noticed
-        ctx.save_for_backward(sinks, rows, *saved)
+        ctx.save_for_backward(sinks, rows, *saved, *weights)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse
@@ -198,13 +204,16 @@ class RingAttention(torch.autograd.Function):
         transport = ctx.call.sequence.transport
         with transport.propagate_errors("ring_attention backward"):
             sinks, _, *kept = saved = ctx.saved_tensors
+            kept, weights = kept[:5], kept[5:]
+            again = None if ctx.call.expand is None else ctx.call.expand.again(weights)
 
             def compute() -> tuple[Tensor | None, ...]:
                 of_sinks = sinks if ctx.needs_input_grad[3] else None
                 of_call = ulysses.Saved(*kept), dout, dlse, of_sinks, ctx.number
-                return ulysses.backward(ctx.call, *of_call, is_local=ctx.is_local)
+                gradients = ulysses.backward(ctx.call, *of_call, is_local=ctx.is_local, again=again)
+                return *gradients, *(() if again is None else again.weight_gradients())
 
             gradients = derivatives.gradients(
                 "ring_attention", compute, dout, dlse, *saved, propagate_errors=transport.propagate_errors
             )
-        return *gradients, None
+        return *gradients[:4], None, *gradients[4:]

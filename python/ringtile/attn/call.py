@@ -5,8 +5,9 @@ What the core checks after it (csrc/attn/check.c) is only that memory is safe to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +55,35 @@ class AttentionDropout:
         return replace(self, rows=self.rows + (heads.start << 20)) if heads.start else self
 
 
+class Expand(Protocol):
+    """Makes keys and values, token by token, of latents that travel in their place: `ringtile.Latents`."""
+
+    num_kv_heads: int
+    v_head_dim: int
+    weights: tuple[Tensor, ...]  # those that are trained
+
+    def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents (B, n, g, ...) of any n tokens -> k (B, n, G, D), v (B, n, G, Dv)."""
+
+    def again(self, weights: Sequence[Tensor]) -> ExpandAgain:
+        """Begin a backward. weights: those of the forward."""
+
+
+class ExpandAgain(Protocol):
+    """Makes the keys and values of one backward again."""
+
+    def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Expand`, with a graph."""
+
+    def differentiate(
+        self, outputs: Sequence[Tensor], douts: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        """Return the gradients of the inputs; those of the weights are added to sums."""
+
+    def weight_gradients(self) -> Sequence[Tensor | None]:
+        """Return the sums, each rounded once."""
+
+
 class AttentionCall(NamedTuple):
     """The sequence, shape and options of a call: all but q, k and v. `of` makes one that can run."""
 
@@ -65,6 +95,7 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None = None  # (H) of the state dtype, without a graph
     dropout: AttentionDropout | None = None  # None where its probability is 0
     returns_lse: bool = True  # where ranks share heads, lse travels back only then
+    expand: Expand | None = None  # where k and v are latents; shape is that of what it makes of them
 
     @classmethod
     def of(
@@ -79,13 +110,17 @@ class AttentionCall(NamedTuple):
         sinks: Tensor | None,
         dropout: AttentionDropout | None,
         returns_lse: bool = True,
+        expand: Expand | None = None,
     ) -> AttentionCall:
         """Return the call as the kernels take it. scale, softcap: from `check_options`.
 
         Raise InputError where the tensors, whose storages were checked, do not fit each other, the kernels or the
         sequence.
         """
-        shape = check_tensors(q, k, v, scale, softcap, sinks, None if dropout is None else dropout.rows)
+        keys = (k, v) if expand is None else unwritten_keys(q, expand.num_kv_heads, expand.v_head_dim)
+        shape = check_tensors(q, *keys, scale, softcap, sinks, None if dropout is None else dropout.rows)
+        if expand is not None:
+            shape = with_latents(shape, q, k, v)
         sequence.check_call("q", q)
         sequence.transport.check_device(q.device)
         num_queries, num_keys = q.shape[1], k.shape[1]
@@ -96,7 +131,31 @@ class AttentionCall(NamedTuple):
             )
         sinks = None if sinks is None else sinks.detach().to(ops.state_dtype(q.dtype))
         drop = dropout and dropout.in_numbers()
-        return cls(sequence, shape, scale, softcap, attention_kernel, sinks, drop, returns_lse)
+        return cls(sequence, shape, scale, softcap, attention_kernel, sinks, drop, returns_lse, expand)
+
+    def heads_or_latents(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[AttentionCall, Tensor, Tensor]:
+        """Return the call, and k and v, as they travel in its scheme: latents in a ring alone, if they are less."""
+        if self.expand is None or (
+            self.shape.latent_dim and self.sequence.world_size > 1 and self.sequence.ring.heads is None
+        ):
+            return self, k, v
+        keys = self.keys_of(q, k, v, self.expand)
+        return self._replace(shape=self.shape._replace(latent_dim=0), expand=None), *keys
+
+    def keys_of(self, q: Tensor, k: Tensor, v: Tensor, expand: Expand | ExpandAgain | None) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a block: itself, or what expand makes of it. InputError: it makes others."""
+        if expand is None:
+            return k, v
+        if (num_tokens := k.size(1)) == 0:  # which modules need not take
+            return unwritten_keys(q, self.shape.num_kv_heads, self.shape.v_head_dim, 0)
+        k, v = expand(k, v)
+        made = check_tensors(q, k, v, self.scale, self.softcap)
+        if made != self.shape._replace(latent_dim=0) or k.size(1) != num_tokens:
+            raise InputError(
+                f"expand made k {tuple(k.shape)} and v {tuple(v.shape)} of {num_tokens} tokens; expected of each "
+                f"{self.shape.num_kv_heads} heads of head dims {self.shape.head_dim} and {self.shape.v_head_dim}"
+            )
+        return k, v
 
     def of_heads(self, heads: range) -> AttentionCall:
         """Return the call for some of the query heads."""
@@ -126,6 +185,27 @@ def check_options(
             raise InputError(f"q has shape {tuple(q.shape)}, and so head dim 0; expected 1..{ops.MAX_HEAD_DIM}")
         scale = head_dim**-0.5
     return arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
+
+
+def unwritten_keys(q: Tensor, num_kv_heads: int, v_head_dim: int, num_tokens: int = 1) -> tuple[Tensor, Tensor]:
+    """Return k (B, n, G, D) and v (B, n, G, Dv) like q, of any numbers."""
+    k, v = (q.new_empty((*q.shape[:1], num_tokens, num_kv_heads, dim)) for dim in (q.shape[-1], v_head_dim))
+    return k, v
+
+
+def with_latents(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Shape:
+    """Return the shape of a call on latents k (B, N, g, d) and v (B, N, g, dv). InputError: they are none."""
+    is_like = k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and k.dtype == v.dtype in ops.FLOAT_DTYPES
+    if not is_like or k.size(0) != q.size(0) or k.stride(-1) != 1 or v.stride(-1) != 1:
+        raise InputError(
+            f"the latents k and v are {k.dtype} {tuple(k.shape)} and {v.dtype} {tuple(v.shape)}; expected (batch, "
+            f"tokens, heads, d) and (batch, tokens, heads, dv) of one floating dtype and {q.size(0)} rows, with stride "
+            f"1 in the last dim"
+        )
+    arguments.check_devices("q", q, k=k, v=v)
+    numbers = k.size(2) * (k.size(3) + v.size(3))
+    is_less = numbers < shape.num_kv_heads * (shape.head_dim + shape.v_head_dim) and k.dtype == shape.dtype
+    return shape._replace(latent_dim=numbers if is_less else 0)
 
 
 def check_tensors(

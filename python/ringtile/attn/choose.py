@@ -326,6 +326,7 @@ def _size_class(call: AttentionCall, block: Block, kind: object, states: tuple[T
 def agrees(call: AttentionCall, q: Tensor) -> bool:
     """Return whether several backends may be asked, and ranks that wait for each other; the same on all of these."""
     several = q.is_cuda and call.attention_kernel != "ringtile" and len(call.sequence.ring.ranks) > 1
+    several = several and call.expand is None  # no block's keys exist before its round
     return several and not torch.are_deterministic_algorithms_enabled() and not _captures(q)
 
 

@@ -107,7 +107,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> AttentionCall:
 def _(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     sinks, rows, (scale, softcap, _) = given[3:6]
     check_tensors(q, k, v, scale, softcap, sinks, rows)
-    return ring.empty_outputs(q, v, q.dtype)
+    return ring.empty_outputs(q, v.size(3), q.dtype)
 
 
 @_ring_attention_backward.register_fake

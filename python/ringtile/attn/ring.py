@@ -23,7 +23,7 @@ from torch import Tensor
 from ringtile import ops
 from ringtile.attn import choose
 from ringtile.attn.backend import Final, Gradients, Running
-from ringtile.attn.call import AttentionCall
+from ringtile.attn.call import AttentionCall, ExpandAgain
 from ringtile.sequence.plan import Transfer
 from ringtile.sequence.rounds import Round
 from ringtile.sequence.sharded import ShardedSequence
@@ -32,7 +32,7 @@ from ringtile.transport.transport import Message
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv) -> out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64."""
-    out, lse = empty_outputs(q, v, ops.state_dtype(q.dtype))
+    out, lse = empty_outputs(q, call.shape.v_head_dim, ops.state_dtype(q.dtype))
     if call.sinks is not None:  # as if a block of one key with that score and value 0 had come before
         out.zero_()
         lse.copy_(call.sinks[None, :, None])
@@ -40,7 +40,8 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     rounds = call.sequence.rounds_on(q.device)
     if choose.agrees(call, q):
         choose.forward(call, rounds[0], q, k, v, Running(out, lse, fresh=call.sinks is None), settles=True)
-    for round, block_k, block_v in Keys(k, v, call.sequence, rounds).blocks():
+    for round, sent_k, sent_v in Keys(k, v, call.sequence, rounds).blocks():
+        block_k, block_v = call.keys_of(q, sent_k, sent_v, call.expand)
         if round is rounds[-1] and out.dtype != q.dtype:
             rounded = torch.empty_like(out, dtype=q.dtype)
         state = Running(out, lse, fresh=round is rounds[0] and call.sinks is None, rounded=rounded)
@@ -49,16 +50,25 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 
 
 def backward(
-    call: AttentionCall, final: Final, q: Tensor, k: Tensor, v: Tensor, *, rounds_keys: bool = True
+    call: AttentionCall,
+    final: Final,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rounds_keys: bool = True,
+    again: ExpandAgain | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv for the forward's inputs, its outputs and their gradients (`final`), of the inputs' dtype.
 
-    rounds_keys: False leaves dk and dv in the state dtype, for more to be added to them.
+    rounds_keys: False leaves dk and dv in the state dtype, for more to be added to them. again: where k and v are
+    latents; it gets the gradients of its weights.
     """
     state = ops.state_dtype(q.dtype)
     rounds = call.sequence.rounds_on(q.device)
     keys, first = Keys(k, v, call.sequence, rounds), rounds[0].planned
-    fresh = first.in_place and first.num_keys == k.size(1)  # round 0 writes all of dk and dv
+    # Whether round 0 writes all of dk and dv.
+    fresh = first.in_place and first.num_keys == k.size(1) and again is None
     dk, dv = ((x.new_empty if fresh else x.new_zeros)(x.shape, dtype=state) for x in (k, v))
     rounded: tuple[Tensor, Tensor] | None = None
     if rounds_keys and fresh and len(rounds) == 1 and state != k.dtype:
@@ -71,8 +81,13 @@ def backward(
         planned = round.planned
         partial = None if planned.in_place else keys.message(planned.num_keys, state)
         block_dk, block_dv = (dk, dv) if partial is None else partial.parts
-        grads = Gradients(dq, block_dk, block_dv, fresh=fresh or partial is not None, rounded=rounded)
-        choose.backward(call, round, q, block_k, block_v, final, grads)
+        if again is None:
+            grads = Gradients(dq, block_dk, block_dv, fresh=fresh or partial is not None, rounded=rounded)
+            choose.backward(call, round, q, block_k, block_v, final, grads)
+        else:
+            of_latents = _through(again, call, round, q, block_k, block_v, final, dq)
+            for total, x in zip((block_dk, block_dv), of_latents, strict=True):
+                total.zero_() if x is None else total.copy_(x)
         if add_returned is not None:
             add_returned(dk, dv)
         add_returned = None if partial is None else keys.give_back(round, partial)
@@ -81,6 +96,23 @@ def backward(
     if not rounds_keys:
         return dq.to(q.dtype), dk, dv
     return dq.to(q.dtype), *(rounded or (dk.to(k.dtype), dv.to(v.dtype)))
+
+
+def _through(
+    again: ExpandAgain, call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, final: Final, dq: Tensor
+) -> Sequence[Tensor | None]:
+    """Add a block's part of dq, and return the gradients of the latents k and v that the block is made of."""
+    if k.size(1) == 0:
+        return None, None
+    k, v = (x.detach().requires_grad_() for x in (k, v))
+    keys = call.keys_of(q, k, v, again)
+    fresh = round.planned.num_keys == k.size(1)
+    dk, dv = ((x.new_empty if fresh else x.new_zeros)(x.shape, dtype=dq.dtype) for x in keys)
+    rounded = (k.new_empty(dk.shape), k.new_empty(dv.shape)) if fresh and dq.dtype != k.dtype else None
+    grads = Gradients(dq, dk, dv, fresh=fresh, rounded=rounded)
+    choose.backward(call, round, q, keys[0].detach(), keys[1].detach(), final, grads)
+    douts = rounded or (dk.to(k.dtype), dv.to(k.dtype))
+    return again.differentiate(keys, douts, (k, v))
 
 
 def sink_gradient(sinks: Tensor, final: Final) -> Tensor:
@@ -94,11 +126,11 @@ def sink_gradient(sinks: Tensor, final: Final) -> Tensor:
     return -(weights.masked_fill(unseen[:, None], 0) * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def empty_outputs(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def empty_outputs(q: Tensor, v_head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """out (B, N, H, Dv) of dtype; lse (B, H, N) in float64, because float32 would lose a few ulp of every weight."""
     batch, num_queries, num_heads, _ = q.shape
     return (
-        q.new_empty((batch, num_queries, num_heads, v.size(3)), dtype=dtype),
+        q.new_empty((batch, num_queries, num_heads, v_head_dim), dtype=dtype),
         q.new_empty((batch, num_heads, num_queries), dtype=torch.float64),
     )
 

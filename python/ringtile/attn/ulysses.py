@@ -24,7 +24,7 @@ from torch import Tensor
 from ringtile import ops
 from ringtile.attn import choose, ring
 from ringtile.attn.backend import Final
-from ringtile.attn.call import AttentionCall
+from ringtile.attn.call import AttentionCall, ExpandAgain, unwritten_keys
 from ringtile.scheme import Share
 from ringtile.sequence.heads import HeadGroup
 from ringtile.transport.agreement import HeaderValue
@@ -35,8 +35,8 @@ class Saved(NamedTuple):
     """Inputs and results of the ring, for its backward: of all local heads, or of this rank's share."""
 
     q: Tensor  # (B, Nq, h, D)
-    k: Tensor  # (B, Nq, g, D)
-    v: Tensor  # (B, Nq, g, Dv)
+    k: Tensor  # (B, Nq, g, D), or, in a ring alone, latents
+    v: Tensor  # (B, Nq, g, Dv), or latents
     out: Tensor  # (B, Nq, h, Dv)
     lse: Tensor  # (B, h, Nq) float64
 
@@ -52,12 +52,12 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
             out, lse = ring.forward(call, q, k, v)
             return out, lse, Saved(q, k, v, out, lse)
         heads = _Heads.of(call)
-        out, lse = ring.empty_outputs(q, v, q.dtype)
+        out, lse = ring.empty_outputs(q, v.size(3), q.dtype)
         q, k, v = heads.of_all_tokens((q,), (k, v))
         if heads.own.heads:
             of_share = ring.forward(call.of_heads(heads.own.heads), q, *_repeated(heads.own, k, v))
         else:
-            of_share = ring.empty_outputs(q, v, q.dtype)
+            of_share = ring.empty_outputs(q, v.size(3), q.dtype)
         saved = Saved(q, k, v, *of_share)
         if call.returns_lse:
             heads.to_tokens((saved.out, saved.lse.mT), into=(out, lse.mT))
@@ -75,19 +75,20 @@ def backward(
     forward_call: int = 0,
     *,
     is_local: bool = False,
+    again: ExpandAgain | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dq, dk, dv and dsinks from the gradients of what `forward` gave: None where nothing depends on it.
 
     saved: from `forward`; with is_local, of the local tokens and all heads, where what the ranks share was not kept.
     sinks: if their gradient is wanted, which is that by the queries and heads
     that this rank works on. forward_call: the number of the forward's call on the group, which must be the same on all
-    ranks; 0: not known.
+    ranks; 0: not known. again: as of `ring.backward`.
     """
     shape = call.shape
     with _agreed("backward", call, saved[:3], forward_call, takes_dlse=dlse is not None):
         if call.sequence.ring.heads is None:
             final = Final.of(dout, dlse, saved.out, saved.lse)
-            gradients = ring.backward(call, final, *saved[:3])
+            gradients = ring.backward(call, final, *saved[:3], again=again)
             return *gradients, None if sinks is None else ring.sink_gradient(sinks, final)
         heads = _Heads.of(call)
         if is_local:
@@ -213,7 +214,8 @@ def _agreed(
     if transport.world_size == 1:
         return contextlib.nullcontext()
     op = f"ring_attention {direction}"
-    choose.check(call, *qkv, takes_dlse)
+    keys = qkv[1:] if call.expand is None else unwritten_keys(qkv[0], shape.num_kv_heads, shape.v_head_dim)
+    choose.check(call, qkv[0], *keys, takes_dlse)
     layout_digest, mask_digest = sequence.digests
     fields: dict[str, HeaderValue] = {
         "batch": shape.batch,
@@ -229,6 +231,8 @@ def _agreed(
         "layout digest": layout_digest,
         "mask digest": mask_digest,  # of the layout too, but that is compared first
     }
+    if shape.latent_dim:
+        fields["latent_dim"] = shape.latent_dim
     if call.sinks is not None:
         fields["sinks"] = call.sinks.size(0)
     if sequence.ring.heads is not None:

@@ -133,6 +133,7 @@ def plan_attention(
     dtype: torch.dtype,
     batch: int | None = None,
     scheme: str = "ring",
+    latent_dim: int = 0,
 ) -> Plan:
     """Return what one attention layer moves and computes, exactly, before anything runs.
 
@@ -142,7 +143,9 @@ def plan_attention(
     dv in the state dtype the other way. Where ranks share heads, each token costs, for each head that another rank
     works on, D elements there (q) and Dv back (out), and D + Dv there for each kv head (k, v); in the backward Dv there
     (dout) and D back (dq), and D + Dv back for each kv head (dk, dv; in the state dtype where several ranks add to
-    one). With return_lse each token and head costs a float64 more: lse back, its gradient there.
+    one). With return_lse each token and head costs a float64 more: lse back, its gradient there. latent_dim: of
+    `ring_attention` with expand, the numbers of a token in k and v, which in a ring travel in place of g (D + Dv) if
+    they are less.
     Raises InputError when mask, layout and numbers do not fit each other.
     """
     check_types(mask, layout)
@@ -150,6 +153,8 @@ def plan_attention(
     for name, number in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
         arguments.check_int(name, number)
     arguments.check_int("v_head_dim", v_head_dim)
+    if not 0 <= arguments.check_int("latent_dim", latent_dim) < num_kv_heads * (head_dim + v_head_dim):
+        latent_dim = 0
     rows = mask.begin.size(0)
     batch = rows if batch is None else arguments.check_int("batch", batch)
     if mask.seq_len != layout.seq_len:
@@ -169,7 +174,7 @@ def plan_attention(
     if dtype not in ops.FLOAT_DTYPES:
         raise InputError(f"dtype is {dtype}; expected one of {', '.join(map(str, ops.FLOAT_DTYPES))}")
 
-    shape = Shape(batch, num_heads, num_kv_heads, head_dim, v_head_dim, dtype)
+    shape = Shape(batch, num_heads, num_kv_heads, head_dim, v_head_dim, dtype, latent_dim)
     return plan_of(mask, layout, shape, scheme)
 
 

@@ -33,6 +33,7 @@ class Shape(NamedTuple):
     head_dim: int
     v_head_dim: int
     dtype: torch.dtype
+    latent_dim: int = 0  # numbers of a token that a ring sends in place of its k and v; 0: it sends these
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor) -> Shape:
@@ -143,7 +144,10 @@ class Counts:
         others = ranks[:, None] != ranks
         in_ring = others & (ranks[:, None] % size == ranks % size)
         keys = self.keys.repeat_interleave(size, 0).repeat_interleave(size, 1) * in_ring  # by worker and owner
-        keys = keys * self.ring_kv_heads[:, None] * (key + value)
+        if shape.latent_dim and size == 1:
+            keys = keys * shape.batch * shape.latent_dim
+        else:
+            keys = keys * self.ring_kv_heads[:, None] * (key + value)
         forward, backward = keys.T * element, keys.T * element + keys * state
         tokens = torch.tensor([self.layout.local_len(int(rank)) for rank in ranks])
         shared = tokens[:, None] * (others & (ranks[:, None] // size == ranks // size))  # by owner and worker

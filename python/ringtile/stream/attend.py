@@ -165,7 +165,7 @@ def _call_of(
 def _forward(call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, t, H, Dv) of q's dtype, lse (B, H, t), as `ring.forward` of one round."""
     state = ops.state_dtype(q.dtype)
-    out, lse = ring.empty_outputs(q, v, state)
+    out, lse = ring.empty_outputs(q, v.size(3), state)
     if call.sinks is not None:
         out.zero_()
         lse.copy_(call.sinks[None, :, None])

@@ -112,10 +112,10 @@ class Replay:
     def __init__(self, module: nn.Module, forward: Callable[..., Any], x: Tensor) -> None:
         self.call = _Call(module, forward)
         parameters = {name: p for name, p in self.call.named_parameters() if p.requires_grad}
-        self._names = tuple(parameters)
+        self.names = tuple(parameters)
         self.weights: tuple[Tensor, ...] = tuple(parameters.values())
         device_type = x.device.type
-        self._autocast: dict[str, Any] = {
+        self.autocast: dict[str, Any] = {
             "device_type": device_type,
             "enabled": torch.is_autocast_enabled(device_type),
             "dtype": torch.get_autocast_dtype(device_type),
@@ -124,25 +124,27 @@ class Replay:
     @contextlib.contextmanager
     def again(self, weights: Sequence[Tensor], state: RandomState) -> Iterator[Again]:
         """Inside, the module runs again, with gradients; the random numbers go on from that state."""
-        # Leaves that share the weights' storage: hooks on the parameters must see the sum, not each part's gradient.
-        leaves = {name: w.detach().requires_grad_() for name, w in zip(self._names, weights, strict=True)}
-        sums = WeightGradSums(tuple(leaves.values()), [None] * len(leaves))
-        with (
-            torch.random.fork_rng(state.devices, device_type=self._autocast["device_type"]),
-            torch.autocast(**self._autocast),
-            torch.enable_grad(),
-            sums,
-        ):
+        again = Again(self, weights)
+        with torch.random.fork_rng(state.devices, device_type=self.autocast["device_type"]), again.running():
             state.restore()
-            yield Again(self.call, leaves, sums)
+            yield again
 
 
 class Again:
     """A module that runs again. grads: of its weights, in the dtype of their sums; None where none was added."""
 
-    def __init__(self, call: nn.Module, leaves: dict[str, Tensor], sums: WeightGradSums) -> None:
-        self._call, self._leaves, self._sums = call, leaves, sums
-        self.grads: Sequence[Tensor | None] = sums.sums
+    def __init__(self, replay: Replay, weights: Sequence[Tensor]) -> None:
+        self._call, self._autocast = replay.call, replay.autocast
+        # Leaves that share the weights' storage: hooks on the parameters must see the sum, not each part's gradient.
+        self._leaves = {name: w.detach().requires_grad_() for name, w in zip(replay.names, weights, strict=True)}
+        self._sums = WeightGradSums(tuple(self._leaves.values()), [None] * len(weights))
+        self.grads: Sequence[Tensor | None] = self._sums.sums
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, the module runs, with gradients."""
+        with torch.autocast(**self._autocast), torch.enable_grad(), self._sums:
+            yield
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(self._call, self._leaves, args, kwargs)
