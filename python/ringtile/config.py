@@ -91,6 +91,7 @@ class Config(Section):
     attention_kernel: Literal["auto", "ringtile", "aten"] = "auto"  # who computes attention: docs/design/ring.md
     # Whether checkpointed layers keep what attention and recurrences gave: auto, in a tenth of the device memory.
     keep_attention: bool | Literal["auto"] = "auto"
+    latents: bool = True  # whether a ring sends latents of keys where they are fewer: ringtile/hf/features/latents.py
     tiled_mlp: bool = False
     tiled_norm: bool = False
     tile_tokens: Count = 16384  # tokens per tile of the MLP, the norms and the loss, and per chunk of a streamed layer

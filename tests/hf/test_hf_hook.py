@@ -267,6 +267,7 @@ ON_TWO_RANKS = {  # what is touched besides
         {"model": functools.partial(hybrid, "deepseek_v32")},
         {f"{LAYERS}.self_attn.indexer.forward", *BALANCING},
     ),
+    "latents": ({"family": "deepseek-v3"}, {f"{LAYERS}.self_attn.expand_kv", *BALANCING}),
     "a loss of its own": ({"trainer_class": LastThird}, {"model._forward_hooks", "model.generate"}),
     "images": (
         {"model": functools.partial(image_model, "llava")},
@@ -309,7 +310,7 @@ def _attributes(touched):
 
 
 def test_features_declare_what_they_touch():
-    kinds = [ON_TWO_RANKS[kind][1] for kind in ("dropout", "experts", "hybrid", "images")]
+    kinds = [ON_TWO_RANKS[kind][1] for kind in ("dropout", "experts", "hybrid", "latents", "images")]
     assert _attributes(TILES.union(*kinds)) <= DECLARED | {"_ringtile_session"}
 
 

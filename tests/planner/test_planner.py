@@ -497,3 +497,12 @@ def test_a_plan_of_one_layer_says_so_and_reads_1k(capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().out
     assert printed.startswith("One attention layer")
     assert "1024 tokens over 2 ranks" in printed
+
+
+@pytest.mark.parametrize(
+    ("engine", "keys", "latent_dim"), [("ddp", {}, 20), ("ddp", {"latents": False}, 0), ("zero3", {}, 0)]
+)
+def test_latents_are_planned_where_they_travel(engine: str, keys: dict[str, Any], latent_dim: int) -> None:
+    config = Config.load({"context_parallel_size": 2, **keys})
+    step = planned(256, Setup(tiny_config("deepseek_v3"), devices=2, engine=engine, ringtile=config))
+    assert [shape.latent_dim for shape, *_ in step.attention] == [latent_dim] * 4

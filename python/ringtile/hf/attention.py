@@ -19,7 +19,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ringtile import keep
 from ringtile.attn.attention import ring_attention
-from ringtile.attn.call import AttentionDropout
+from ringtile.attn.call import AttentionDropout, Expand
 from ringtile.attn.indexed import indexed_attention
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, main_input, waiting_batch
@@ -35,6 +35,7 @@ from ringtile.stream.attend import running_chunk
 NAME = "ringtile"
 DROPOUT = "ringtile_attention_dropout"  # the attribute of an attention module that knows what it drops
 _INTERVALS = "ringtile_intervals"  # the attribute of a mask that holds it as intervals
+LATENTS = "ringtile_latents"  # the attribute of empty values that holds latents, and what makes keys of them
 SEQUENCE = "ringtile_sequence"  # the attribute of an empty mask that holds the sequence under the mask that was drawn
 
 # Keyword arguments of an attention function that ringtile computes.
@@ -141,12 +142,14 @@ def attention_forward(
     batch.attention_calls += chunk is None or chunk.tokens.start == 0  # a streamed layer counts once
     keep.called_by(module)
     query = scaled(module, query, batch)
+    key, value, expand = latents_of(module, key, value)
     query, key, value = (as_autocast(x) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sequence, scale = _sequence_of(module, attention_mask, options, batch), options.get("scaling")
     if indices is not None:
         return indexed_attention(q, k, v, indices, sequence, scale=scale, sinks=options.get("s_aux")), None
     attend = ring_attention if chunk is None else chunk.attend
+    more: dict[str, Any] = {} if expand is None else {"expand": expand}
     out = attend(
         *(q, k, v, sequence),
         scale=scale,
@@ -154,6 +157,7 @@ def attention_forward(
         sinks=options.get("s_aux"),
         dropout=dropout,
         attention_kernel=batch.attention_kernel,
+        **more,
     )
     return out, None
 
@@ -166,6 +170,18 @@ def _refuse_beside_indices(module: nn.Module, options: dict[str, Any], *, stream
             f"{type(module).__name__} attends chosen keys (indices) with {', '.join(others) or 'stream'}, which has "
             f"not been shown to be exact; expected one of the two"
         )
+
+
+def latents_of(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Expand | None]:
+    """What an attention module has handed on, (B, G, N, ...): keys and values, or latents and what makes those."""
+    if (held := getattr(value, LATENTS, None)) is None:
+        return key, value, None
+    if key is not held[0]:
+        raise RefusedError(
+            f"{type(module).__name__} changes the keys that its expand_kv returns, in whose place latents travel; "
+            f"expected keys that are attended as they are: change them inside of expand_kv"
+        )
+    return cast("tuple[Tensor, Tensor, Expand | None]", held)
 
 
 def _sequence_of(

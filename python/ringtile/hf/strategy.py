@@ -28,7 +28,7 @@ from ringtile.hf import attention, model, one_process, trainers
 from ringtile.hf.attention import attends_whole
 from ringtile.hf.batch import ShardedBatch, forget_checkpoints, keep_in_checkpoints, main_input
 from ringtile.hf.feature import Enabled
-from ringtile.hf.features import adapters, balancing_loss, dropout, indexed, recurrent, seam, towers
+from ringtile.hf.features import adapters, balancing_loss, dropout, indexed, latents, recurrent, seam, towers
 from ringtile.hf.features.dropout import CountedDropout
 from ringtile.hf.features.trees import share, unfold
 from ringtile.hf.group import ContextParallelGroup, accelerate_knows_groups, deepspeed_shards_sequences, tp_size_of
@@ -47,7 +47,7 @@ from ringtile.sequence.layout import resolved
 if TYPE_CHECKING:
     from ringtile.hf.first_batch import FirstBatch
 
-FEATURES = tuple(each.FEATURE for each in (towers, seam, recurrent, indexed, balancing_loss, adapters))
+FEATURES = tuple(each.FEATURE for each in (towers, seam, recurrent, indexed, balancing_loss, adapters, latents))
 LossOf = Callable[[nn.Module, dict[str, Any]], Tensor | None]
 
 

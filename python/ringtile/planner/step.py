@@ -31,11 +31,12 @@ from transformers.masking_utils import sdpa_mask
 
 from ringtile import keep, ops
 from ringtile.attn.attention import RingAttention
-from ringtile.attn.call import AttentionCall
+from ringtile.attn.call import AttentionCall, unwritten_keys, with_latents
 from ringtile.errors import RefusedError
 from ringtile.first_batch.unchanged import without_checkpoints
+from ringtile.hf.attention import latents_of
 from ringtile.hf.batch import CHECKPOINTING, STREAMED, ShardedBatch, active, checkpoints
-from ringtile.hf.features import recurrent, stream
+from ringtile.hf.features import latents, recurrent, stream
 from ringtile.hf.features.loss import install_tiled_loss
 from ringtile.hf.features.mlp import install_tiled_mlp
 from ringtile.hf.features.norm import install_tiled_norm
@@ -108,7 +109,7 @@ class TrainingStep:
         self._offload: _Offload | None = None
         self._reference: PreTrainedModel | None = None
         self._images: PlannedImages | None = None
-        self._is_recurrent = False
+        self._is_recurrent = self._has_latents = False
         self.num_packed = 0  # numbers of the model that its parameters in 4 bits do not count
 
     def __enter__(self) -> TrainingStep:
@@ -169,6 +170,8 @@ class TrainingStep:
             patches.set(kernels, "_check_kernel", lambda name, x: None)  # which computes
             if setup.on_gpu:
                 patches.set(recurrent, "uses_libraries", lambda device: True)  # and so are not given wider numbers
+        if setup.ringtile.context_parallel_size > 1 and setup.ringtile.latents and setup.engine != "zero3":
+            self._has_latents = latents.install(model, patches)
         if setup.ringtile.stream:
             stream.install(model, setup.ringtile.tile_tokens, patches)
         if setup.ringtile.tiled_mlp:
@@ -236,10 +239,11 @@ class TrainingStep:
             _ = facts.whole, *(facts.windows(before) for before in range(1, ops.MAX_CONV_WIDTH))
         phases: dict[str, dict[str, int]] = {}
         device = "cuda" if setup.on_gpu else "cpu"
-        mixed = batch if self._is_recurrent or setup.ringtile.stream else None
-        with self._fake, live, _planning(self), as_on(device), active(mixed):
+        mixed = batch if self._is_recurrent or self._has_latents or setup.ringtile.stream else None
+        with self._fake, live, _planning(self), as_on(device), contextlib.ExitStack() as inside:
             if setup.grpo is not None and setup.grpo.generation_rows:
                 phases |= self._generate(setup.grpo, layout.seq_len)
+            inside.enter_context(active(mixed))
             self._batch, kept = batch, None
             if setup.grpo is not None:
                 kept = grpo.make_rollouts(live, setup.grpo, layout.seq_len, setup.batch)
@@ -331,6 +335,7 @@ class TrainingStep:
     ) -> tuple[Tensor, Tensor | None]:
         """q (B, H, N, D), k, v (B, G, N, D) -> (B, N, H, Dv): ringtile's ring, or on whole sequences torch's."""
         batch = self._batch
+        k, v, expand = latents_of(module, k, v)
         if torch.is_autocast_enabled("cpu"):
             q, k, v = (x.to(torch.get_autocast_dtype("cpu")) for x in (q, k, v))
         if batch is None:
@@ -347,7 +352,11 @@ class TrainingStep:
             with self._live.making("attention"):
                 return chunk.attend(q, k, v, sequence, sinks=options.get("s_aux"), **given), None
         with _disable_current_modes():
-            shape = Shape.of(q, k, v)
+            if expand is None:
+                shape = Shape.of(q, k, v)
+            else:
+                keys = unwritten_keys(q, expand.num_kv_heads, expand.v_head_dim)
+                shape = with_latents(Shape.of(q, *keys), q, k, v)
             of_call = shape, sequence.mask, self._live.in_backward
             if sequence.world_size == 1:
                 self._calls.append(of_call)
@@ -361,10 +370,12 @@ class TrainingStep:
             scale = options.get("scaling") or q.size(-1) ** -0.5
             sinks = options.get("s_aux")
             softcap = options.get("softcap") or 0.0
-            call = AttentionCall(sequence, shape, scale, softcap, sinks=sinks, returns_lse=False)
+            call = AttentionCall(sequence, shape, scale, softcap, sinks=sinks, returns_lse=False, expand=expand)
+            call, k, v = call.heads_or_latents(q, k, v)
+            weights = () if call.expand is None else call.expand.weights
             keep.called_by(module)
             before = sequence.transport.num_calls
-            out, _ = _Attention.apply(q, k, v, sinks, call)  # type: ignore[no-untyped-call]
+            out, _ = _Attention.apply(q, k, v, sinks, call, *weights)  # type: ignore[no-untyped-call]
             if sequence.transport.num_calls > before:
                 self._calls.append(of_call)
         return out, None
