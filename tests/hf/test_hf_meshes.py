@@ -40,11 +40,11 @@ def _train_on(folder, mesh, config, options):
     return run
 
 
-def _assert_equals_one_process(folder, mesh, config, rows=2, norms=1e-6, **options):
+def _assert_equals_one_process(folder, mesh, config, rows=2, **options):
     expected = train(None, model=_load(folder), per_device_train_batch_size=rows, **options)
     ranks = mesh.get("dp_replicate_size", 1) * mesh.get("fsdp_size", 1) * mesh.get("tp_size", 1)
     for run in run_ranks(ranks, _train_on, folder, mesh, {**CP2, **config}, options):
-        assert_equal_training(run, expected, norms=norms)
+        assert_equal_training(run, expected)
         if rows == 2:  # else one process pads other rows together
             assert (run.num_input_tokens, run.total_flos) == (expected.num_input_tokens, expected.total_flos)
         if run.predictions is not None:
@@ -60,10 +60,10 @@ def test_tensor_times_context_parallelism_equals_one_process(saved):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen3-sliding", "gpt-oss", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt-oss", "mixtral", "mistral-sliding"])
 def test_families_on_2_x_2_ranks(saved, family):
-    """The norm of Qwen3's gradients is 1.3e-5 off under transformers' tensor parallelism alone, without ringtile."""
-    _assert_equals_one_process(saved(family), TP2, {}, norms=1e-4, max_steps=2, evaluate=False, collator=packed)
+    """Not Qwen3: under transformers' tensor parallelism alone, without ringtile, its gradients are 1.3e-5 off."""
+    _assert_equals_one_process(saved(family), TP2, {}, max_steps=2, evaluate=False, collator=packed)
 
 
 @pytest.mark.long
@@ -74,7 +74,7 @@ def test_families_on_2_x_2_ranks(saved, family):
 )
 def test_2_x_2_x_2_ranks(saved, mesh):
     """Two different batches, each on 2 x 2 ranks."""
-    _assert_equals_one_process(saved("llama"), mesh, {}, rows=4, max_steps=2)
+    _assert_equals_one_process(saved("llama"), mesh, {}, rows=4, max_steps=2, evaluate=False)
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp_size": 2}, {"dp_replicate_size": 2}], ids=["FSDP2", "HSDP"])
