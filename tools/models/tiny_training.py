@@ -55,7 +55,10 @@ def train(
         made = Images(model) if images else tiny_sounds.Sounds(model)
         data = {"train_dataset": _rows_with_images(), "data_collator": _Collator(made)}
     else:
-        model = tiny_model(tiny_config(source), head_of(source), dtype)
+        tiny = tiny_config(source)
+        if head_of(source) == "sequence-classification":  # its score is that of the last token that is none
+            tiny.get_text_config().pad_token_id = 0
+        model = tiny_model(tiny, head_of(source), dtype)
         data["train_dataset"] = _rows(head_of(source), model.config.num_labels or 1)
     arguments = TrainingArguments(
         tempfile.mkdtemp(prefix="ringtile-models-"),

@@ -146,9 +146,9 @@ def attends_causally(model: PreTrainedModel) -> bool:
         if isinstance(flag, bool) and not path.endswith(_CROSS_ATTENTION):
             first.setdefault(flag, path)
     full_masks = not getattr(config, "is_causal", True)
-    # An encoder whose loss is the Trainer's, or one of rows, does not shift either.
-    has_no_head = model.base_model is model or reads_rows(model)
-    if shifts_labels(model) and not (has_no_head and (full_masks or False in first)):
+    # An encoder whose loss is the Trainer's does not shift either, and a loss of rows says nothing.
+    has_no_head = model.base_model is model
+    if shifts_labels(model) and not reads_rows(model) and not (has_no_head and (full_masks or False in first)):
         if full_masks or False in first:
             raise RefusedError(f"{name} is bidirectional {first.get(False, '')}; expected a causal decoder: {INSTEAD}")
         return True
