@@ -132,8 +132,9 @@ def one_copy(data: Any, copies: int) -> Any:
     first."""
 
     def of_tensor(rows: Tensor) -> Tensor:
-        each = rows.size(0) // dist.get_world_size()
-        return rows.reshape(-1, copies, each, *rows.shape[1:])[:, 0].flatten(0, 1)
+        different = dist.get_world_size() // copies
+        each = rows.size(0) // (different * copies)
+        return rows.reshape(different, copies, each, *rows.shape[1:])[:, 0].flatten(0, 1)
 
     return data if copies == 1 else recursively_apply(of_tensor, data)
 

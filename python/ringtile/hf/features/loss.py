@@ -155,7 +155,7 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, patches: Patches)
             f"tiled_loss: the output projection of {name} is {other}, expected a plain torch.nn.Linear; "
             "remove it from the adapter's target_modules and modules_to_save"
         )
-    patches.set(head, "forward", MethodType(functools.partial(_head_forward, in_parts), head))
+    patches.set(head, "forward", MethodType(functools.partial(_head_forward, in_parts=in_parts), head))
     patches.set(model, "_loss_function", functools.partial(tiled_causal_lm_loss, config))
 
 
@@ -177,10 +177,11 @@ def not_plain(head: nn.Module) -> str:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _head_forward(
-    in_parts: Callable[[Tensor], Tensor] | None,
     head: nn.Linear,
     hidden: Tensor,
     loss: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
+    *,
+    in_parts: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor | TiledLogits:
     """Called by the model: TiledLogits in training, logits otherwise. in_parts: the forward of a head that ranks share.
 
