@@ -92,7 +92,7 @@ def refuse(message: str) -> int:
     """Prints why, on one line, with the rank if there are several, and returns the exit status."""
     of_rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     line = one_line(f"ringtile: error: {of_rank}{message}")
-    print(line, file=sys.stderr, flush=True)
+    print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one write: torchrun's ranks do not buffer
     if (file := environment.error_file()) is not None:  # torchrun shows it at the end of its own summary
         said = {"message": line, "extraInfo": {"timestamp": str(int(time.time())), "py_callstack": line}}
         with contextlib.suppress(OSError):
