@@ -127,7 +127,7 @@ def test_training_goes_on_with_the_next_backend(
             in message
         )
         assert "aten's flash attention runs instead" in message
-    assert len(children.started) == before + 3  # of the kernel of rows, of attention's, and of aten's
+    assert len(children.started) == before + 4  # of the kernels of rows, of attention, aten's, and of merges
     for pid in children.started:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cells import Cell, Refusal, check, check_enable, check_on_ranks, params, table
+from cells import Cell, Refusal, check, check_on_ranks, params, table
 from test_images import STEPS, make_rows
 from transformers import PreTrainedModel
 
@@ -72,8 +72,3 @@ OF_A_RUN = table(
 @pytest.mark.parametrize("refusal", params(OF_A_RUN))
 def test_sound_that_is_not_understood_is_refused(refusal: Refusal) -> None:
     check_on_ranks(__name__, "OF_A_RUN", refusal)
-
-
-def test_a_loss_of_its_own_is_refused_before_a_run() -> None:
-    words = "Qwen2AudioForConditionalGeneration does not hand shift_labels to self.loss_function"
-    check_enable(Refusal("a loss of its own", words, STEPS, made=functools.partial(made, "qwen2_audio")))

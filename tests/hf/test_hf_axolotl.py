@@ -269,7 +269,7 @@ class AxolotlTrainer(Trainer):
 
 
 def _axolotl_shards_too(config):
-    parallelism = types.SimpleNamespace(cp_enabled=True, cp_size=2, sp_enabled=False)
+    parallelism = types.SimpleNamespace(cp_enabled=True, cp_size=2, sp_enabled=False, tp_size=1)
     trainer = make_trainer(trainer_class=AxolotlTrainer, max_steps=1)
     with mock.patch.object(trainer.accelerator.state, "parallelism_config", parallelism, create=True):
         ringtile.enable(trainer, config)
