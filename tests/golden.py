@@ -178,7 +178,7 @@ def digest(x: Tensor | None) -> str:
     if x is None:
         return "none"
     kind = f"{x.dtype} {tuple(x.shape)}"
-    bits = x.detach().contiguous().view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
+    bits = x.detach().reshape(-1).view(torch.uint8) if x.numel() else x.new_empty(0, dtype=torch.uint8)
     return hashlib.sha256(kind.encode() + bits.numpy().tobytes()).hexdigest()[:16]
 
 
