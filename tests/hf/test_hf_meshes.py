@@ -5,6 +5,7 @@ transformers' mesh is (replicas, shards, tensor). Ranks share sequences along th
 
 import pytest
 import ringtile
+import torch
 from hf_engines import engine
 from hf_models import tiny_model, with_lora
 from hf_training import _train, assert_equal_training, enter_world, make_trainer, packed, train
@@ -87,8 +88,6 @@ def test_a_model_sharded_while_it_was_loaded(saved, mesh):
 
 
 def _places():
-    import torch
-
     group = ContextParallelGroup(2, 600.0, torch.device("cpu"), tp_size=2)
     return group.rank, group.data_index, [group.world_rank(rank) for rank in range(group.size)]
 

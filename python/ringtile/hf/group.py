@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import Trainer
 
 from ringtile.checksum import checksum
 from ringtile.errors import ConfigError, InputError, RingMismatchError
@@ -39,11 +38,6 @@ def accelerate_knows_groups(accelerator: Accelerator) -> bool:
     """Whether accelerate already gives the ranks of a group the same batches, and counts each batch once."""
     parallelism = parallelism_of(accelerator)
     return parallelism is not None and bool(parallelism.cp_enabled)
-
-
-def tp_size_of(trainer: Trainer) -> int:
-    """The ranks that hold parts of the same weights, by transformers' tensor parallelism."""
-    return int(getattr(trainer.model, "_tp_size", None) or 1)
 
 
 class ContextParallelGroup:

@@ -31,7 +31,7 @@ from ringtile.hf.feature import Enabled
 from ringtile.hf.features import adapters, balancing_loss, dropout, indexed, latents, recurrent, seam, towers
 from ringtile.hf.features.dropout import CountedDropout
 from ringtile.hf.features.trees import share, unfold
-from ringtile.hf.group import ContextParallelGroup, accelerate_knows_groups, deepspeed_shards_sequences, tp_size_of
+from ringtile.hf.group import ContextParallelGroup, accelerate_knows_groups, deepspeed_shards_sequences
 from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.keys import key_of_tree
 from ringtile.hf.layers import layer_masks, mixers, num_layers
@@ -67,7 +67,7 @@ class Strategy(abc.ABC):
         if trainer.train_dataset is not None:
             dropout.refuse(base)  # here, not in the first step, which may come hours later
         self.group = ContextParallelGroup(
-            config.context_parallel_size, trainer.args.ddp_timeout, trainer.args.device, tp_size_of(trainer)
+            config.context_parallel_size, trainer.args.ddp_timeout, trainer.args.device, trainer.get_tp_size()
         )
         patches.on_restore(self.group.close)
         self.room: keep.Room | None = None  # for what checkpointed layers keep; made before each forward

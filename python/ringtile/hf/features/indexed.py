@@ -41,10 +41,8 @@ def _refuse(run: Enabled) -> None:
         return
     path, indexer = next(iter(found.items()))
     place, args = f"{path} ({type(indexer).__name__})", run.trainer.args
-    by_ddp, finds = (
-        not (run.trainer.is_fsdp_enabled or run.trainer.is_deepspeed_enabled),
-        args.ddp_find_unused_parameters,
-    )
+    by_ddp = not (run.trainer.is_fsdp_enabled or run.trainer.is_deepspeed_enabled)
+    finds = args.ddp_find_unused_parameters
     waits = finds is False or (finds is None and getattr(args, CHECKPOINTING))  # as Trainer sets up DDP
     if by_ddp and waits and any(weight.requires_grad for each in found.values() for weight in each.parameters()):
         raise RefusedError(

@@ -161,8 +161,8 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, patches: Patches)
 
 def _holds_classes(head: nn.Module) -> bool:
     """Whether each rank holds some of the classes of a torch.nn.Linear, so that the loss is vocabulary-parallel."""
-    weight, style = getattr(head, "weight", None), getattr(head, "_is_hooked", False)
-    return bool(style) and isinstance(weight, DTensor) and "tp" in (weight.device_mesh.mesh_dim_names or ())
+    weight = getattr(head, "weight", None)
+    return isinstance(weight, DTensor) and "tp" in (weight.device_mesh.mesh_dim_names or ())
 
 
 def not_plain(head: nn.Module) -> str:
