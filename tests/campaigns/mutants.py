@@ -74,7 +74,7 @@ def passes(test: str, *, is_broken: bool = True) -> tuple[bool, str]:
         built = run("make", "-C", f"tests/{kind}", str(out))
         if built.returncode:
             return False, "DOES NOT COMPILE: " + built.stderr[-500:]
-        done = run(out)
+        done = run("make", "-C", "tests/c", f"{out}.run") if kind == "c" else run(out)  # on each instruction set
         return done.returncode == 0, (done.stdout + done.stderr)[-1000:]
     arguments = ["-x", "-q", "-p", "no:cacheprovider", *test.split()]
     return in_fork(lambda: parts.run(arguments), keeps_bytecode=not is_broken)

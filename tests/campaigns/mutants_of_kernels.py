@@ -28,6 +28,20 @@ MUTANTS = [
         "c test_attn",
     ),
     Mutant(
+        "attention in tiles: the last of an odd number of keys left out",
+        "csrc/attn/forward.h",
+        ".depth = (at->num_keys + 1) / 2,",
+        ".depth = at->num_keys / 2,",
+        "c test_attn_bf16",
+    ),
+    Mutant(
+        "chosen keys: the last few of a query left out",
+        "csrc/attn/indexed_kernel.h",
+        "if (j >= num_keys) continue;",
+        "if (num_keys < INDEXED_KEYS) continue;",
+        "c test_indexed_attn",
+    ),
+    Mutant(
         "GLU: gradient of up from the slope",
         "csrc/glu/glu_kernel.h",
         "vec_store(up + i, dy * act.value);",
