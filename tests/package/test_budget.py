@@ -33,7 +33,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/bench": (4, 680),
     "tests/attn": (26, 5906),
     "tests/c": (31, 7855),
-    "tests/campaigns": (21, 4545),
+    "tests/campaigns": (21, 4560),
     "tests/cli": (12, 2000),
     "tests/emulator": (27, 4635),
     "tests/gpu": (10, 1512),
