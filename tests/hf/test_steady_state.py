@@ -1,5 +1,5 @@
 """What a training step does on a GPU, seen on a simulated one: copies to the host, waits, products in float32, and what
-grows with the length of the sequence. docs/design/gpu.md has the numbers."""
+grows with the length of the sequence. tests/gpu/README.md has the numbers."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_only_recurrences_launch_more_for_longer_rows(family: str) -> None:
 
 @pytest.mark.parametrize("family", MODELS)
 def test_the_documentation_has_these_numbers(family: str) -> None:
-    text = (Path(__file__).parents[2] / "docs/design/gpu.md").read_text(encoding="ascii")
+    text = (Path(__file__).parents[2] / "tests/gpu/README.md").read_text(encoding="ascii")
     found = dict(re.findall(r"^\| `(\S+)` \|(.*)\|$", text, re.MULTILINE))
     step = steps_of(family)[0]
     kernels = sum(count for name, count in step.launches.items() if name.startswith("ringtile."))
