@@ -132,7 +132,7 @@ def _cell(row: dict[str, Any] | None) -> str:
     if row["verdict"] not in FAILED:
         return str(row["verdict"])
     size = f" {row['difference']:.0e}" if row["verdict"] == "wrong" and "difference" in row else ""
-    return f"**{row['verdict']}**{size}" + (" (documented)" if row["documented"] else "")
+    return f"**{row['verdict']}**" + ("\\*" if row["documented"] else "") + size
 
 
 def _link(bug: str, source: str) -> str:
