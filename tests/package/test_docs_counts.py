@@ -102,3 +102,8 @@ def test_layouts_are_one_list() -> None:
 def test_sockets_of_a_rank_are_the_codes() -> None:
     most = MAX_NEIGHBOURS + 3  # and those of the tree
     assert f"at most {most} sockets" in " ".join(read("docs/design/ring.md").split())
+
+
+def test_pages_stay_below_their_ceiling_of_words() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    assert sum(len(path.read_text(encoding="ascii").split()) for path in pages) <= 45_000
