@@ -257,8 +257,3 @@ def test_two_torchruns_train_as_one_process(tmp_path: pathlib.Path) -> None:
     (state,) = (folder / "out").rglob("trainer_state.json")
     losses = [log["loss"] for log in json.loads(state.read_text())["log_history"] if "loss" in log]
     assert losses == pytest.approx(expected, rel=TOLERANCE)
-
-
-def test_page_of_launching_shows_the_file_for_slurm() -> None:
-    page = (EXAMPLES.parent / "docs" / "guide" / "launch.md").read_text()
-    assert f"```sh\n{(EXAMPLES / 'launch' / 'slurm.sbatch').read_text()}```\n" in page
