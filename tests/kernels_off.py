@@ -11,7 +11,7 @@ import torch
 
 WHY = "not built: as a test says"
 # The ops that CUDA tensors need no kernel for.
-ON_THE_HOST = ("layout_check", "plan_rank", "plan_counts", "pieces", "run_positions", "digest", "cpu_isa")
+ON_THE_HOST = ("layout_check", "plan_rank", "plan_counts", "pieces", "run_positions", "digest", "balance", "cpu_isa")
 
 
 @contextlib.contextmanager

@@ -124,6 +124,26 @@ rt_status rt_plan_rank(const rt_plan_params *p, int64_t rank, bool at_once, rt_r
 // over the mask's rows. O(W S), and times log S with two sides.
 rt_status rt_plan_counts(const rt_plan_params *p, int64_t *keys, int64_t *pairs);
 
+// ---- a layout for a mask -------------------------------------------------------------------------
+
+typedef struct rt_balance_params {
+    int64_t num_ranks, seq_len, mask_batch; // S >= 1
+    int64_t chunk;                          // tokens of each of the C chunks, of which the last may be shorter; C >= W
+    const int32_t *begin, *end;             // (mask_batch, S) contiguous: as in rt_plan_params
+    const int64_t *num_keys;                // (mask_batch, S): of each query, with two sides; NULL: end - begin
+    void *workspace;                        // 64-byte aligned
+    int64_t workspace_bytes;
+} rt_balance_params;
+
+// Bytes of workspace for p; 0 if it is malformed or too large.
+int64_t rt_balance_workspace_bytes(const rt_balance_params *p);
+
+// owner (C): the rank of each chunk, of which ranks get as many, give or take one. The work of the busiest rank ends
+// within 3 % of the mean where chunks of that size allow it, and is no more than where each rank holds neighbours.
+//   RT_BAD_SHAPE, RT_TOO_LARGE, RT_BAD_POINTER, RT_WORKSPACE
+// O(S + W C) and, for each of at most 400 trades, O(C).
+rt_status rt_balance(const rt_balance_params *p, int64_t *owner);
+
 // ---- the mask of a block as a few shapes ---------------------------------------------------------
 
 // Query q_begin + t, t = 0 .. M - 1, attends rows k_begin .. k_end - 1 of the keys, but not the first t of them if it

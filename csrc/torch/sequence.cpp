@@ -127,6 +127,28 @@ std::tuple<Tensor, Tensor> plan_counts(const Tensor &begin, const Tensor &end, c
     return {keys, pairs};
 }
 
+// (C): the rank of each chunk of tokens. begin, end (rows, S) of the queries; num_keys (rows, S) with two sides.
+Tensor balance(const Tensor &begin, const Tensor &end, const std::optional<Tensor> &num_keys, int64_t world_size,
+               int64_t chunk) {
+    const char *op = "balance";
+    Arg{op, "begin", begin}.on_cpu().dtype(ScalarType::Int).dim(2).contiguous();
+    rt_balance_params p = {};
+    p.num_ranks = world_size, p.mask_batch = begin.size(0), p.seq_len = begin.size(1), p.chunk = chunk;
+    const std::vector<int64_t> sizes = {p.mask_batch, p.seq_len};
+    p.begin = Arg{op, "begin", begin}.data<const int32_t>();
+    p.end = Arg{op, "end", end}.on_cpu().dtype(ScalarType::Int).contiguous().sizes(sizes).data<const int32_t>();
+    if (num_keys.has_value()) {
+        const Arg arg = {op, "num_keys", *num_keys};
+        p.num_keys = arg.on_cpu().dtype(ScalarType::Long).contiguous().sizes(sizes).data<const int64_t>();
+    }
+    p.workspace_bytes = rt_balance_workspace_bytes(&p);
+    const Tensor workspace = on_host({p.workspace_bytes}, ScalarType::Byte); // torch aligns to 64 bytes
+    p.workspace = workspace.data_ptr();
+    Tensor owner = on_host({p.workspace_bytes > 0 ? (p.seq_len - 1) / chunk + 1 : 1}, ScalarType::Long);
+    check(rt_balance(&p, static_cast<int64_t *>(owner.data_ptr())), op);
+    return owner;
+}
+
 // pieces (P, 6), as the fields of rt_piece, and the number of each row of the mask; none of these if there are too
 // many, or the keys are in no order.
 std::tuple<Tensor, Tensor> pieces(const Tensor &begin, const Tensor &end, const Tensor &k_runs,
@@ -249,6 +271,7 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("plan_rank(Tensor begin, Tensor end, Tensor layout, int rank, bool at_once) -> (Tensor, Tensor, Tensor)");
     m.def("plan_counts(Tensor begin, Tensor end, Tensor layout) -> (Tensor, Tensor)");
     m.def("run_positions(Tensor runs) -> Tensor");
+    m.def("balance(Tensor begin, Tensor end, Tensor? num_keys, int world_size, int chunk) -> Tensor");
     m.def("pieces(Tensor begin, Tensor end, Tensor k_runs, Tensor? key_begin, Tensor? key_end, Tensor? positions, "
           "int max_pieces, int max_stretches) -> (Tensor, Tensor)");
     m.def("mask_hulls(Tensor begin, Tensor end, Tensor key_begin, Tensor key_end, int last=0) -> (Tensor, Tensor, "
@@ -281,6 +304,7 @@ STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
     m.impl("plan_rank", TORCH_BOX(&plan_rank));
     m.impl("plan_counts", TORCH_BOX(&plan_counts));
     m.impl("run_positions", TORCH_BOX(&run_positions));
+    m.impl("balance", TORCH_BOX(&balance));
     m.impl("pieces", TORCH_BOX(&pieces));
     m.impl("mask_hulls", TORCH_BOX(&mask_hulls));
     m.impl("digest", TORCH_BOX(&digest));

@@ -433,6 +433,8 @@ def layout_check(layout: Tensor, seq_len: int, world_size: int) -> None:
 #       and outgoing, rank, num_keys, first_run, num_runs, is_head; and all their runs (M, 4)
 #   plan_counts(begin, end, layout)    keys and pairs (W, W), by rank of the queries, then of the keys: the keys of a
 #       rank that another attends, and the unmasked (query, key) pairs, summed over the rows of the mask
+#   balance(begin, end, num_keys, world_size, chunk)    (C,): the rank of each chunk of tokens (csrc/seq/balance.c), of
+#       begin and end of the queries alone; num_keys (B, S) with two sides, else None
 #   pieces(begin, end, k_runs, key_begin, key_end, positions, max_pieces, max_stretches)    as `find_pieces` in
 #       sequence/pieces.py: (P, 6), the numbers of a `Piece` each, and how many each row of the mask has (B,); empty
 #       where there are too many
@@ -440,7 +442,7 @@ def layout_check(layout: Tensor, seq_len: int, world_size: int) -> None:
 #       (B, S); the first, and the last plus 1, int32 (B, S). last: of its keys, only the last so many; 0: all. With the
 #       sides exchanged: the queries of each key
 run_positions, plan_rank, plan_counts = _ops.run_positions, _ops.plan_rank, _ops.plan_counts
-pieces, mask_hulls = _ops.pieces, _ops.mask_hulls
+balance, pieces, mask_hulls = _ops.balance, _ops.pieces, _ops.mask_hulls
 
 
 def digest(begin: Tensor, end: Tensor, layout: Tensor) -> int:
@@ -464,6 +466,12 @@ def _(begin: Tensor, end: Tensor, layout: Tensor, rank: int, at_once: bool) -> t
 def _(begin: Tensor, end: Tensor, layout: Tensor) -> tuple[Tensor, Tensor]:
     world_size = torch.library.get_ctx().new_dynamic_size()
     return layout.new_empty(world_size, world_size), layout.new_empty(world_size, world_size)
+
+
+@torch.library.register_fake("ringtile::balance")  # type: ignore[untyped-decorator]
+def _(begin: Tensor, end: Tensor, num_keys: Tensor | None, world_size: int, chunk: int) -> Tensor:
+    arguments.check_devices("begin", begin, end=end, num_keys=end if num_keys is None else num_keys)
+    return begin.new_empty(-(-begin.size(1) // chunk), dtype=torch.int64)
 
 
 @torch.library.register_fake("ringtile::digest")  # type: ignore[untyped-decorator]

@@ -116,6 +116,7 @@ OPCHECK_CASES = {
     "plan_rank": lambda: (*causal(8), TWO_HALVES, 0, False),
     "plan_counts": lambda: (*causal(8), TWO_HALVES),
     "digest": lambda: (*causal(8), TWO_HALVES),
+    "balance": lambda: (*causal(8), None, 2, 3),
     "pieces": lambda: (*causal(8), ops.runs_tensor([(0, 1, 0, 8)]), *causal(8), torch.arange(8), 9, 9),
     "mask_hulls": lambda: (*causal(8), *causal(8)),
     "glu_fwd": lambda: (torch.randn(3, 5), torch.randn(3, 5), 0),
@@ -259,6 +260,21 @@ def test_plan_refuses_masks_of_no_two_sides(begin: Tensor, end: Tensor, message:
         torch.ops.ringtile.plan_rank(begin, end, TWO_HALVES, 0, False)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.ringtile.plan_counts(begin, end, TWO_HALVES)
+
+
+@pytest.mark.parametrize(
+    ("num_keys", "world_size", "chunk", "message"),
+    [
+        (torch.zeros(1, 8), 2, 3, "num_keys has dtype"),
+        (torch.zeros(1, 7, dtype=torch.int64), 2, 3, "num_keys has shape"),
+        *((None, *wrong, "at least 1") for wrong in ((0, 3), (2, 0), (-1, 3), (2, -1), (4, 3), (2**62, 1))),
+    ],
+)
+def test_balance_refuses_what_it_cannot_deal(
+    num_keys: Tensor | None, world_size: int, chunk: int, message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        ops.balance(*causal(8), num_keys, world_size, chunk)
 
 
 @pytest.mark.parametrize(

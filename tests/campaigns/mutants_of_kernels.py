@@ -434,9 +434,9 @@ MUTANTS = [
     ),
     Mutant(
         "two sides: work of the hulls",
-        "python/ringtile/sequence/balance.py",
-        "pairs = mask.num_keys.sum(0)",
-        "pairs = (end - begin).long().sum(0)",
+        "python/ringtile/sequence/layout.py",
+        "of_keys = None if mask.key_begin is None else mask.num_keys",
+        "of_keys = None",
         "tests/attn/test_tree_attention.py -k balanced",
     ),
     Mutant(

@@ -14,9 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ringtile import IntervalMask, Layout, LayoutError, ops
-from ringtile.sequence.balance import TOLERANCE
 from ringtile.sequence.layout import resolved
 from strategies import any_masks, dense, document_lengths
+
+TOLERANCE = 1.03  # of csrc/seq/balance.c: busiest rank over the mean
 
 
 def random_packing(seq_len: int, rng: random.Random) -> list[int]:

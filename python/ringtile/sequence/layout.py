@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 
 from ringtile import arguments, ops
 from ringtile.errors import InputError, LayoutError, shown
-from ringtile.sequence import balance
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.tree import MAX_SEQ_LEN
 from ringtile.transport.collectives import all_gather_seq
@@ -155,8 +154,8 @@ class Layout:
         """Equal work on every rank for this very mask, and few keys that travel; as many tokens on every rank.
 
         The sequence is dealt in chunks of `chunk` tokens, one more or less per rank; the work of a rank is what its
-        queries attend, summed over the rows of the mask, and ends within balance.TOLERANCE of the mean where chunks of
-        that size allow it. None: 512 tokens, less where ranks would get fewer than 8 chunks, more where they would get
+        queries attend, summed over the rows of the mask, and ends within 3 % of the mean where chunks of that size
+        allow it. None: 512 tokens, less where ranks would get fewer than 8 chunks, more where they would get
         more than 64, among which the search takes long. Every rank that holds the same mask finds the same layout.
         Raises LayoutError when there are fewer chunks than ranks.
         """
@@ -172,7 +171,8 @@ class Layout:
                 "at least a rank, a token in a chunk, and a chunk for every rank"
             )
         chunk = min(chunk, mask.seq_len)
-        owners = balance.deal(mask, world_size, chunk)
+        of_keys = None if mask.key_begin is None else mask.num_keys
+        owners: Tensor = ops.balance(mask.begin, mask.end, of_keys, world_size, chunk)
         changes = (owners.diff() != 0).nonzero()[:, 0] + 1  # chunks of one rank after another are one run
         firsts = pad(changes, (1, 0))
         lengths = pad(firsts * chunk, (0, 1), value=mask.seq_len).diff()

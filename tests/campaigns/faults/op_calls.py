@@ -152,6 +152,7 @@ def raw_ops(draw: Draw) -> str:
         lambda: ops.mask_hulls(*bounds, *two_bounds, draw.of(draw.size(0, 3))),
         lambda: ops.plan_rank(*bounds, layout, draw.of(0), draw.chance(0.5)),
         lambda: ops.plan_counts(*bounds, layout),
+        lambda: ops.balance(*bounds, draw.of(None, places), draw.of(2), draw.of(3)),
         lambda: ops.pieces(*bounds, runs, *two_bounds, draw.of(torch.arange(seq_len)), draw.of(9), draw.of(9)),
         lambda: ops.layout_check(layout, draw.of(seq_len), draw.of(1)),
         lambda: ops.rows_pack_([x], runs, draw.of(1), [y]),
