@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".c", ".h", ".cpp", ".cu", ".cuh"}
 CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folders
     "benchmarks": (15, 2510),
-    "csrc": (91, 9525),
+    "csrc": (92, 9795),
     "cuda": (46, 4730),
     "python/ringtile": (19, 2771),
     "python/ringtile/attn": (12, 2492),
@@ -23,7 +23,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "python/ringtile/planner": (15, 2328),
     "python/ringtile/recurrent": (14, 2545),
     "python/ringtile/self_test": (3, 607),
-    "python/ringtile/sequence": (11, 2106),
+    "python/ringtile/sequence": (10, 1965),
     "python/ringtile/stream": (3, 660),
     "python/ringtile/tiled": (11, 1930),
     "python/ringtile/torch_context_parallel": (15, 2260),
@@ -32,7 +32,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests": (9, 1270),
     "tests/bench": (4, 680),
     "tests/attn": (26, 5906),
-    "tests/c": (31, 7855),
+    "tests/c": (32, 7940),
     "tests/campaigns": (21, 4560),
     "tests/cli": (12, 2000),
     "tests/emulator": (27, 4635),
