@@ -163,9 +163,7 @@ def _in_torch(name: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch operations stand in for one of KERNELS, which is missing, or wrong: then it says so once."""
     if why_no_kernels(device):
         return True
-    if self_test.failures.get((name, device, dtype)) == "":  # every call asks
-        return False
-    is_right = self_test.failures.get((name, device, dtype)) == ""
+    is_right = self_test.failures.get((name, device, dtype)) == ""  # every call asks
     if is_right or device.type == "meta" or (name != "rows" and dtype not in FLOAT_DTYPES):
         return False
     if reason := why_not_kernel(name, device, dtype):
@@ -455,35 +453,10 @@ def _(runs: Tensor) -> Tensor:
     return runs.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
-@torch.library.register_fake("ringtile::plan_rank")  # type: ignore[untyped-decorator]
-def _(begin: Tensor, end: Tensor, layout: Tensor, rank: int, at_once: bool) -> tuple[Tensor, Tensor, Tensor]:
-    world_size, num_runs = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
-    rounds = layout.new_empty(1 if at_once else world_size, 5)
-    return rounds, layout.new_empty(2, world_size, 5), layout.new_empty(num_runs, 4)
-
-
-@torch.library.register_fake("ringtile::plan_counts")  # type: ignore[untyped-decorator]
-def _(begin: Tensor, end: Tensor, layout: Tensor) -> tuple[Tensor, Tensor]:
-    world_size = torch.library.get_ctx().new_dynamic_size()
-    return layout.new_empty(world_size, world_size), layout.new_empty(world_size, world_size)
-
-
-@torch.library.register_fake("ringtile::balance")  # type: ignore[untyped-decorator]
-def _(begin: Tensor, end: Tensor, num_keys: Tensor | None, world_size: int, chunk: int) -> Tensor:
-    arguments.check_devices("begin", begin, end=end, num_keys=end if num_keys is None else num_keys)
-    return begin.new_empty(-(-begin.size(1) // chunk), dtype=torch.int64)
-
-
 @torch.library.register_fake("ringtile::digest")  # type: ignore[untyped-decorator]
 def _(begin: Tensor, end: Tensor, layout: Tensor) -> Tensor:
     arguments.check_devices("begin", begin, end=end, layout=layout)  # one on meta comes here too
     return layout.new_empty(1)
-
-
-@torch.library.register_fake("ringtile::pieces")  # type: ignore[untyped-decorator]
-def _(begin: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    sizes = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
-    return begin.new_empty(next(sizes), 6, dtype=torch.int64), begin.new_empty(next(sizes), dtype=torch.int64)
 
 
 @torch.library.register_fake("ringtile::mask_hulls")  # type: ignore[untyped-decorator]

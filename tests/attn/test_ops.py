@@ -136,12 +136,15 @@ OPCHECK_CASES = {
     "causal_conv1d": lambda: (*convolution_arguments(), True),
     "causal_conv1d_backward": lambda: (torch.randn(B, N, 3), torch.randn(B, 3, 3), *convolution_arguments(), True),
 }  # fmt: skip
+# Their results become numbers of Python at once, so that no graph holds them, and no fake would say their sizes.
+PLANS = ("balance", "pieces", "plan_counts", "plan_rank")
 
 
 @pytest.mark.parametrize("name", sorted(OPCHECK_CASES))
 def test_op_passes_opcheck(name: str) -> None:
-    arguments = OPCHECK_CASES[name]()
-    torch.library.opcheck(getattr(torch.ops.ringtile, name).default, arguments)
+    arguments, op = OPCHECK_CASES[name](), getattr(torch.ops.ringtile, name).default
+    tests = {"test_utils": "test_schema"} if name in PLANS else {}
+    torch.library.opcheck(op, arguments, **tests)
 
 
 def test_every_op_is_opchecked() -> None:
@@ -260,21 +263,6 @@ def test_plan_refuses_masks_of_no_two_sides(begin: Tensor, end: Tensor, message:
         torch.ops.ringtile.plan_rank(begin, end, TWO_HALVES, 0, False)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.ringtile.plan_counts(begin, end, TWO_HALVES)
-
-
-@pytest.mark.parametrize(
-    ("num_keys", "world_size", "chunk", "message"),
-    [
-        (torch.zeros(1, 8), 2, 3, "num_keys has dtype"),
-        (torch.zeros(1, 7, dtype=torch.int64), 2, 3, "num_keys has shape"),
-        *((None, *wrong, "at least 1") for wrong in ((0, 3), (2, 0), (-1, 3), (2, -1), (4, 3), (2**62, 1))),
-    ],
-)
-def test_balance_refuses_what_it_cannot_deal(
-    num_keys: Tensor | None, world_size: int, chunk: int, message: str
-) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        ops.balance(*causal(8), num_keys, world_size, chunk)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ringtile import IntervalMask, Layout, LayoutError, ops
 from ringtile.sequence.layout import resolved
 from strategies import any_masks, dense, document_lengths
+from torch import Tensor
 
 TOLERANCE = 1.03  # of csrc/seq/balance.c: busiest rank over the mean
 
@@ -149,3 +150,16 @@ def test_too_few_chunks_are_refused(world_size: int, chunk: int) -> None:
 
 def test_a_chunk_longer_than_the_sequence_is_the_sequence() -> None:
     assert Layout.balanced(IntervalMask.causal(16), 1, 10**30) == Layout.contiguous(16, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_keys", "ranks", "chunk", "message"),
+    [
+        (torch.zeros(1, 8), 2, 3, "num_keys has dtype"),
+        (torch.zeros(1, 7, dtype=torch.int64), 2, 3, "num_keys has shape"),
+        *((None, *wrong, "at least 1") for wrong in ((0, 3), (2, 0), (-1, 3), (2, -1), (4, 3), (2**62, 1))),
+    ],
+)
+def test_the_op_refuses_what_it_cannot_deal(num_keys: Tensor | None, ranks: int, chunk: int, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        ops.balance(*IntervalMask.causal(8).bounds, num_keys, ranks, chunk)
