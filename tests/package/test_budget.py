@@ -41,7 +41,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/package": (8, 1850),
     "tests/planner": (4, 1020),
     "tests/recurrent": (8, 2240),
-    "tests/sequence": (8, 1710),
+    "tests/sequence": (8, 1726),
     "tests/stream": (2, 487),
     "tests/tiled": (8, 2235),
     "tests/tools": (2, 290),
