@@ -105,7 +105,7 @@ MUTANTS = [
     ),
     Mutant(
         "peers: labels are shifted on each shard",
-        "python/ringtile/hf/inputs.py",
+        "python/ringtile/hf/shard.py",
         'functional.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]',
         'inputs["labels"]',
         "tests/hf/test_hf_inputs.py",
@@ -115,8 +115,8 @@ MUTANTS = [
     Mutant(
         "peers: labels are shifted twice",
         "python/ringtile/hf/loss_on_shards.py",
-        "shifts = active_batch() is None and self.shifts_labels",
-        "shifts = self.shifts_labels",
+        "shifts = active_batch() is None and self.sharding.reading.shifts_labels",
+        "shifts = self.sharding.reading.shifts_labels",
         "tests/hf/test_hf_exact.py -k smoothing",
         source="NVIDIA-NeMo/Automodel#3544",
         case="label smoothing",
@@ -205,7 +205,7 @@ MUTANTS = [
     ),
     Mutant(
         "peers: shards are contiguous, and read as zigzag",
-        "python/ringtile/hf/inputs.py",
+        "python/ringtile/hf/shard.py",
         "        local[name] = sequence.shard(functional.pad(tensor, width, "
         "value=PADDING.get(name, IGNORE_INDEX)), dim=dim)\n",
         "        tensor = functional.pad(tensor, width, value=PADDING.get(name, IGNORE_INDEX))\n"
@@ -237,8 +237,8 @@ MUTANTS = [
     Mutant(
         "peers: no gradient comes back to what images become",
         "python/ringtile/hf/features/seam.py",
-        '            given["inputs_embeds"] = self._entered(self._path, given["inputs_embeds"])\n',
-        '            given["inputs_embeds"] = self._entered(self._path, given["inputs_embeds"]).detach()\n',
+        "        return (), given\n",
+        '        return (), {**given, "inputs_embeds": given["inputs_embeds"].detach()}\n',
         "tests/hf/test_images.py -k gemma3",
         source="NVIDIA-NeMo/Automodel#3414",
     ),

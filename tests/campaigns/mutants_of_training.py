@@ -207,7 +207,7 @@ MUTANTS = [
     Mutant(
         "first batch: the model's calls count dropout on",
         "python/ringtile/hf/first_batch.py",
-        "strategy.dropout.drawn = drawn",
+        "loss.dropout.drawn = drawn",
         "pass",
         "tests/hf/test_first_batch.py -k LoRA",
     ),
@@ -398,7 +398,7 @@ MUTANTS = [
     ),
     Mutant(
         "batch: nested tensors handed on whole",
-        "python/ringtile/hf/inputs.py",
+        "python/ringtile/hf/shard.py",
         "if name not in known and not _is_scalar(value):",
         "if name not in known and isinstance(value, Tensor) and value.dim() > 0:",
         "tests/hf/test_hf_inputs.py -k cannot_be_sharded",

@@ -25,15 +25,15 @@ SIZES = {
 
 def _break_scale() -> None:
     """Doubles the count that scales the loss."""
-    from ringtile.hf.loss_on_shards import LossOnShards
+    from ringtile.hf.one_process import Groups
 
-    original = LossOnShards.in_one_process
+    original = Groups.in_one_process
 
     def doubled(*args: object) -> object:
         batches, num_items = original(*args)
         return batches, 2 * num_items
 
-    LossOnShards.in_one_process = doubled
+    Groups.in_one_process = doubled
 
 
 def _verify(

@@ -232,7 +232,11 @@ def enabled(trainer: Trainer, config: dict[str, Any] | None) -> Iterator[None]:
     ringtile.enable(trainer, keys)
     patches = Patches()
     if "group_of_one" in config:
-        patches = Patches.of(lambda new: _shard(trainer, base_model(trainer.model), Config.load(keys), new))
+
+        def shard(new: Patches) -> None:
+            _shard(trainer, base_model(trainer.model), Config.load(keys), new).proof = None
+
+        patches = Patches.of(shard)
     yield
     patches.restore()
     ringtile.restore(trainer)

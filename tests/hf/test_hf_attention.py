@@ -9,8 +9,8 @@ import torch
 from hf_models import tiny_encoder, tiny_model
 from ringtile.hf import attention, layers, model, packing, positions
 from ringtile.hf.batch import active, active_batch, forget_checkpoints, keep_in_checkpoints
-from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.patches import Patches
+from ringtile.hf.shard import Reading, shard_batch
 from ringtile.transport.loopback import LoopbackWorld
 from torch._dynamo.utils import counters
 

@@ -21,7 +21,7 @@ from hf_models import hybrid, tiny_model
 from hf_training import make_trainer
 from losses import LastThird
 from pool import run_ranks
-from ringtile.hf import strategy
+from ringtile.hf import loss
 from ringtile.hf import trainer as hf_trainer
 from ringtile.hf.features import dropout, recurrent
 from ringtile.hf.group import ContextParallelGroup
@@ -302,7 +302,7 @@ def test_what_enable_touches(kind):
 
 
 ROOT = pathlib.Path(__file__).parents[2]
-DECLARED = dropout.TOUCHES.union(*(each.touches for each in (*strategy.FEATURES, *hf_trainer.FEATURES)))
+DECLARED = dropout.TOUCHES.union(*(each.touches for each in (*loss.FEATURES, *hf_trainer.FEATURES)))
 
 
 def _attributes(touched):
@@ -327,7 +327,7 @@ def test_no_feature_needs_another_and_no_other_module_a_feature():
     for path in (ROOT / "python/ringtile/hf").rglob("*.py"):
         found = set(re.findall(r"^from ringtile[.]hf[.]features[.]?(\S*) import", path.read_text(), re.MULTILINE))
         known = {"images"} if path.stem == "towers" else set()
-        assert path.stem in ("strategy", "trainer", "axolotl") or found <= known, path.stem
+        assert path.stem in ("loss", "shard", "trainer", "axolotl") or found <= known, path.stem
 
 
 # ---- the hook -----------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from ringtile import IntervalMask, Layout, RefusedError, ShardedSequence
 from ringtile.hf import attention, model, positions
 from ringtile.hf.batch import active
 from ringtile.hf.features import indexed
-from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.layers import indexers
 from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.patches import Patches
+from ringtile.hf.shard import Reading, shard_batch
 from ringtile.transport.loopback import LoopbackWorld
 from strategies import dense
 from torch import Tensor

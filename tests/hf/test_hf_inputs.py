@@ -6,8 +6,8 @@ import pytest
 import ringtile
 import torch
 from ringtile.hf.families import CACHES
-from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.layers import LayerMask
+from ringtile.hf.shard import Reading, shard_batch
 from ringtile.sequence.layout import CHUNKS_PER_RANK
 from ringtile.transport.loopback import LoopbackWorld
 from torch.nn import functional

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hf_training import Padded, make_trainer
 from pool import run_ranks
 from ringtile.attn.auto import scheme_of
-from ringtile.first_batch.run import is_recording
+from ringtile.first_batch.trace import running_trace
 from ringtile.hf import first_batch
 from ringtile.hf.batch import ShardedBatch, active_batch
 from ringtile.hf.features import callbacks
@@ -76,7 +76,7 @@ class PlannedBytes(TrainerCallback):
         model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
 
     def before_forward(self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.in_step and not is_recording() and (sharded := active_batch()) is not None:
+        if self.in_step and running_trace() is None and (sharded := active_batch()) is not None:
             self.batches.append((sharded, kwargs["input_ids"].size(0)))
 
     def on_step_begin(self, *unused: Any, **also_unused: Any) -> None:

@@ -15,8 +15,8 @@ from ringtile import keep as keeping
 from ringtile.hf import model
 from ringtile.hf.batch import _Keeping, active, keep_in_checkpoints
 from ringtile.hf.features import recurrent
-from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.patches import Patches
+from ringtile.hf.shard import Reading, shard_batch
 from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers

@@ -17,8 +17,8 @@ from pool import run_ranks
 from ringtile import IntervalMask
 from ringtile.first_batch.run import TIMES, record
 from ringtile.hf.features.trees import share, unfold
-from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.layers import LayerMask
+from ringtile.hf.shard import Reading, shard_batch
 from ringtile.hf.trainer import first_batch_of
 from test_rollouts import ALL, SLOWLY, assert_equal, assert_same
 from torch import nn
@@ -291,7 +291,7 @@ def test_the_first_batch_proves_how_rows_are_shared(wrong: str, monkeypatch: pyt
             rows.parents = [*range(-1, len(rows.parents) - 1)]
         return tree, rows
 
-    monkeypatch.setattr("ringtile.hf.strategy.share", share_wrongly)
+    monkeypatch.setattr("ringtile.hf.shard.share", share_wrongly)
     said, step, _ = _prove(ALONE, "llama")
     assert ("rotary_emb" if wrong == "positions" else "model.layers.0.self_attn") in said
     assert step == 0

@@ -18,7 +18,7 @@ import torch
 from hf_models import hybrid, tiny_model
 from hf_training import PROOF, make_trainer
 from pool import run_ranks
-from ringtile.hf import strategy
+from ringtile.hf import loss
 from simulated_gpu import CUDA, SimulatedGpu
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
@@ -59,7 +59,7 @@ def enabled(family: str, dtype: torch.dtype, gpu: SimulatedGpu | None) -> Iterat
     device = torch.device("cpu") if gpu is None else CUDA
     with (
         mock.patch.object(TrainingArguments, "device", property(lambda self: device)),
-        mock.patch.object(strategy, "check_training_model"),  # no engine: its work is not ringtile's
+        mock.patch.object(loss, "check_training_model"),  # no engine: its work is not ringtile's
     ):
         if gpu is not None:
             gpu.move(trainer.model)

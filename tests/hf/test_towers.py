@@ -24,7 +24,7 @@ from hf_towers import (
 from hf_training import TOLERANCE, make_trainer
 from peft import LoraConfig, get_peft_model
 from pool import run_ranks
-from ringtile.hf import strategy
+from ringtile.hf import loss
 from ringtile.hf.features import images, towers
 from ringtile.hf.patches import Patches
 from ringtile.transport.loopback import LoopbackWorld
@@ -329,7 +329,7 @@ def _trained(split: bool | None) -> tuple[dict[str, Tensor], int]:
     if split is not None:
         with pytest.MonkeyPatch.context() as patch:
             if not split:
-                patch.setattr(strategy, "FEATURES", tuple(x for x in strategy.FEATURES if x is not towers.FEATURE))
+                patch.setattr(loss, "FEATURES", tuple(x for x in loss.FEATURES if x is not towers.FEATURE))
             ringtile.enable(trainer, {"context_parallel_size": 2, "first_batch_check": False})
     trainer.train()
     return {name: x.detach().clone() for name, x in model.named_parameters()}, flops.flops

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +14,6 @@ from ringtile.first_batch.trace import Choices, Trace
 # A sharded run rounds where the run with rounding does, by a few units in the last place instead of at most one, and
 # both differences are the largest of many.
 TIMES = 16.0
-
-
-_running = 0  # calls of `record`
-
-
-def is_recording() -> bool:
-    """Whether what runs is a proof, and no step."""
-    return _running > 0
 
 
 class LossRun(NamedTuple):
@@ -48,7 +40,7 @@ def record(
     """
     follows = None if like is None else like.trace.choices
     trace = Trace(paths, rounding=rounding, choices=Choices(follows, rounding=rounding, times=TIMES))
-    with trace, within(trace), _counted():
+    with trace, within(trace):
         loss = loss_of()
         if loss is not None and loss.requires_grad and trace.sources:
             # Gradients of activations alone: no engine's hook on a parameter runs.
@@ -57,13 +49,3 @@ def record(
     if loss is None:
         return LossRun(None, trace, 0.0)
     return LossRun(loss.detach().double(), trace, torch.finfo(loss.dtype).eps)
-
-
-@contextlib.contextmanager
-def _counted() -> Iterator[None]:
-    global _running
-    _running += 1
-    try:
-        yield
-    finally:
-        _running -= 1

@@ -114,21 +114,27 @@ class Trace:
         self._numbers: Counter[str] = Counter()
         self._handles: list[Any] = []
         self._generator: dict[torch.device, torch.Generator] = {}
-        self._waits = False  # for the next call
+        self._waiting: ModelCall | None = None  # for its language model
+        self.whole = False  # whether nothing is sharded in this run
 
-    def begin(self, call: ModelCall) -> None:
-        """What enters the model from here on are the tokens of this call."""
-        self._waits = False
+    def begin(self, call: ModelCall, at_seam: bool = False) -> None:
+        """What enters the model from here on are the tokens of this call.
+
+        at_seam: what enters its language model. Before it, nothing is kept, but rounding is alike: what runs has no
+        vector for each token.
+        """
+        self._waiting = call if at_seam else None
+        if at_seam:
+            return
         self.calls.append(call)
         self._numbers.clear()
         self.choices.begin(call, len(self.calls) - 1)
 
-    def wait(self) -> None:
-        """Keep nothing until the next call begins, but round alike: what runs has no vector for each token."""
-        self._waits = True
-
-    def source(self, path: str, x: Tensor) -> Tensor:
-        """x, which enters a module, as one of the tensors at which the graph begins."""
+    def entered(self, path: str, x: Tensor) -> Tensor:
+        """x, which enters a language model: if a call waits for it, one of the tensors at which the graph begins."""
+        if self._waiting is None:
+            return x
+        self.begin(self._waiting)
         self._keep(Event(path, 0, "input"), x)
         if torch.is_grad_enabled():
             x = x.detach().requires_grad_()
@@ -136,6 +142,8 @@ class Trace:
         return x
 
     def __enter__(self) -> Trace:
+        global _running
+        _running = self
         # Hooks of all modules of the process: with hooks of its own, a module could not be tiled.
         self._handles = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
         self.choices.place = lambda: self._inside[-1] if self._inside else None
@@ -143,6 +151,8 @@ class Trace:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        global _running
+        _running = None
         self.choices.__exit__(*error)  # type: ignore[no-untyped-call]
         while self._handles:
             self._handles.pop().remove()
@@ -170,7 +180,7 @@ class Trace:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         path = self._paths.get(module)
-        if self._waits:
+        if self._waiting is not None:
             return None
         if path is None or not self.calls or _is_recomputing():
             return None
@@ -184,7 +194,7 @@ class Trace:
         return None if x is args[0] else (x, *args[1:])
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if self._waits:
+        if self._waiting is not None:
             rounds = module in self._paths and isinstance(output, Tensor) and self._disturbs(module, output)
             return self._disturbed(output) if rounds else None
         if not self._inside or self._inside[-1].path != self._paths.get(module) or _is_recomputing():
@@ -244,6 +254,19 @@ class Trace:
             self._generator[x.device] = torch.Generator(x.device).manual_seed(0)
         units = torch.randint(-1, 2, x.shape, generator=self._generator[x.device], device=x.device, dtype=torch.int8)
         return x + x.detach() * (units * _epsilon(x)).to(x.dtype)
+
+
+_running: Trace | None = None
+
+
+def running_trace() -> Trace | None:
+    """That of the proof which runs; None: what runs is a step."""
+    return _running
+
+
+def runs_whole() -> bool:
+    """Whether what runs is a proof's run in which nothing is sharded."""
+    return _running is not None and _running.whole
 
 
 class Choices(TorchFunctionMode):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from ringtile.config import Config
@@ -22,8 +22,6 @@ class Enabled:
     base: PreTrainedModel  # inside them
     config: Config
     group: ContextParallelGroup | None = None  # of the ranks that share a sequence; None: none is sharded
-    # entered(path, embeddings) sees what enters a language model behind images and sound, and returns it.
-    entered: Callable[[str, Tensor], Tensor] = lambda path, embeddings: embeddings
     keys: set[str] = field(default_factory=set)  # of a batch, that the model takes besides text: features add theirs
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Set
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,16 @@ from ringtile.errors import RefusedError, RingtileError
 from ringtile.first_batch.compare import Comparison
 from ringtile.first_batch.proof import prove
 from ringtile.first_batch.run import LossRun, record
-from ringtile.first_batch.trace import Trace
+from ringtile.first_batch.trace import Trace, running_trace
 from ringtile.first_batch.unchanged import Unchanged, without_checkpoints
 from ringtile.hf.keys import key_of_tree
 from ringtile.hf.model import inside_engine
 from ringtile.hf.peers import of_a_collective
-from ringtile.hf.strategy import LossOf, Strategy
 from ringtile.tiled.tiles import at_most
 from ringtile.transport.groups import transport_of
+
+if TYPE_CHECKING:
+    from ringtile.hf.loss import ShardedLoss
 
 logger = logging.getLogger("ringtile")
 
@@ -47,14 +49,11 @@ _INSTEAD = "ringtile verify proves this machine and these versions, on models of
 class FirstBatch:
     """The proof of one Trainer. comparison: the last one, for `ringtile verify`. seconds: that proofs have taken."""
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    def __init__(self, loss: ShardedLoss) -> None:
+        self._loss = loss
         self._trained = self._evaluated = False
         self.comparison: Comparison | None = None
         self.seconds = 0.0
-
-    def install(self) -> None:
-        self._strategy.proof = self
 
     @property
     def waits(self) -> bool:
@@ -65,7 +64,7 @@ class FirstBatch:
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
-        loss_of: LossOf,
+        loss_of: Callable[[nn.Module, dict[str, Any]], Tensor | None],
         *,
         num_items: int = 1,
         named: str = "the loss",
@@ -79,7 +78,7 @@ class FirstBatch:
         RefusedError, on every rank of the group: the sharded run differs by more than rounding explains.
         """
         in_training = torch.is_grad_enabled()
-        if self._strategy.trace is not None or self._trained or (self._evaluated and not in_training):
+        if running_trace() is not None or self._trained or (self._evaluated and not in_training):
             return
         self._trained, self._evaluated = in_training, True
         began, inner = time.perf_counter(), inside_engine(model)
@@ -94,7 +93,7 @@ class FirstBatch:
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
-        loss_of: LossOf,
+        loss_of: Callable[[nn.Module, dict[str, Any]], Tensor | None],
         unchanged: Unchanged,
         *,
         num_items: int,
@@ -102,10 +101,10 @@ class FirstBatch:
     ) -> None:
         """All ranks of the world decide alike what is proved: groups that make other forward passes of a model, or of
         its tower, hang under FSDP2 and ZeRO-3, which gather weights in each."""
-        strategy = self._strategy
-        images = strategy.of_model & {name for name, value in inputs.items() if value is not None}
+        loss = self._loss
+        images = loss.sharding.reading.besides & {name for name, value in inputs.items() if value is not None}
         num_tokens = _num_tokens(inputs, images) if images else 0
-        is_tree, is_unknown, num_tokens = strategy.group.largest_of_all(
+        is_tree, is_unknown, num_tokens = loss.group.largest_of_all(
             int(key_of_tree(inputs) is not None), int(bool(unchanged.unknown)), num_tokens
         )
         if is_tree:
@@ -121,13 +120,13 @@ class FirstBatch:
                 f"proved, without the images"
             )
             inputs, images = {name: value for name, value in inputs.items() if name not in images}, frozenset()
-        at_targets = strategy.config.shared_prefix
+        at_targets = loss.config.shared_prefix
         cut = dict(inputs) if images else cut_batch(inputs, self._row_tokens(), at_targets=at_targets)
         num_tokens = _num_tokens(cut, images)
-        transport = transport_of(strategy.group.process_group)
+        transport = transport_of(loss.group.process_group)
         counted = transport.bytes_sent, transport.wait_seconds
-        drawn = strategy.dropout.drawn
-        paths = {module: path for path, module in strategy.base.named_modules()}
+        drawn = loss.dropout.drawn
+        paths = {module: path for path, module in loss.base.named_modules()}
         shards_weights = any(isinstance(module, FSDPModule) for module in model.modules())
         shards_weights = shards_weights or any(hasattr(weight, "ds_id") for weight in model.parameters())  # of ZeRO-3
         # As ZeRO-3 does after each step: a weight that another module than its own reads, such as a mixer that of its
@@ -139,7 +138,7 @@ class FirstBatch:
 
         def restore() -> None:
             unchanged.restore()
-            strategy.dropout.drawn = drawn
+            loss.dropout.drawn = drawn
 
         def run(whole: bool, **options: Any) -> LossRun:
             nonlocal is_first
@@ -150,7 +149,8 @@ class FirstBatch:
             @contextlib.contextmanager
             def within(trace: Trace) -> Iterator[None]:
                 nonlocal place
-                with strategy.proving(trace, whole), at_most(0 if whole else self._tile_tokens(num_tokens)):
+                trace.whole = whole
+                with at_most(0 if whole else self._tile_tokens(num_tokens)):
                     try:
                         yield
                     except BaseException:
@@ -167,7 +167,7 @@ class FirstBatch:
                 if shards_weights or not whole:
                     raise _failed(error, place, whole) from error
                 failure = error
-            if is_first and not shards_weights and strategy.group.largest_of_all(int(failure is not None)) != [0]:
+            if is_first and not shards_weights and loss.group.largest_of_all(int(failure is not None)) != [0]:
                 raise _ProvesNothingError(place) from failure
             is_first = False
             if found is None:
@@ -177,7 +177,7 @@ class FirstBatch:
         try:
             self.comparison = prove(
                 run,
-                strategy.group.process_group,
+                loss.group.process_group,
                 averages=True,
                 num_tokens=num_tokens,
                 num_items=num_items,
@@ -191,21 +191,21 @@ class FirstBatch:
             transport.bytes_sent, transport.wait_seconds = counted
 
     def _warn(self, why: str) -> None:
-        if self._strategy.group.rank == 0:
+        if self._loss.group.rank == 0:
             logger.warning(f"ringtile: the first batch proves nothing: {why}; {_INSTEAD}")
 
     def _row_tokens(self) -> int:
         """Tokens of a row for which no rank is idle, and no window or chunk is longer."""
         windows = [
             size
-            for layer in self._strategy.layers
+            for layer in self._loss.sharding.reading.layers
             for size in (layer.window, layer.chunk)
             if size is not None and size <= _LARGEST_WINDOW
         ]
-        return max([16 * self._strategy.group.size, *(size + size // 2 for size in windows)])
+        return max([16 * self._loss.group.size, *(size + size // 2 for size in windows)])
 
     def _tile_tokens(self, num_tokens: int) -> int:
-        return max(1, num_tokens // (_TILES * self._strategy.group.size))
+        return max(1, num_tokens // (_TILES * self._loss.group.size))
 
 
 class _ProvesNothingError(Exception):

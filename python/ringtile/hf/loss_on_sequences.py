@@ -27,9 +27,9 @@ from ringtile.hf import model
 from ringtile.hf.attention import hide_attention_mask
 from ringtile.hf.batch import ShardedBatch, activate, active, active_batch, main_input
 from ringtile.hf.group import ContextParallelGroup, exchanged
+from ringtile.hf.loss import ShardedLoss
 from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.patches import Patches
-from ringtile.hf.strategy import Strategy
 from ringtile.tiled.tiles import at_most
 
 # Outputs with an entry per token, (B, N, ...). The outputs of TRL's fused head have one per predicted token: S - 1.
@@ -41,7 +41,7 @@ _FUSED = "fused_lm_head"  # the argument that asks for the fused head
 _IGNORED = {"margin"}
 
 
-class LossOnSequences(Strategy):
+class LossOnSequences(ShardedLoss):
     """Shards the inputs of every model that the Trainer's loss or evaluation calls, and unshards the outputs."""
 
     def check(self) -> None:
@@ -90,7 +90,7 @@ class LossOnSequences(Strategy):
         self.prepare_training(model)
         if self.in_step:
             return original(model, *args, **kwargs)
-        with active(None), self.as_one_process(), self.step(True), self._proving_first_call():
+        with active(None), self.groups.as_one_process(), self.step(True), self._proving_first_call():
             return original(model, *args, **kwargs)
 
     @contextlib.contextmanager
@@ -136,7 +136,7 @@ class LossOnSequences(Strategy):
 
         In a backward, it is that of a step: the loss has checkpointed the model, which runs again.
         """
-        return self.shard(inputs) if self.in_step or torch._C._current_graph_task_id() != -1 else None
+        return self.sharding.shard(inputs) if self.in_step or torch._C._current_graph_task_id() != -1 else None
 
 
 def _sum_of_outputs(model: nn.Module, inputs: dict[str, Any], *, uses_loss: bool) -> Tensor | None:

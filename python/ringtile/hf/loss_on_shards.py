@@ -17,16 +17,17 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from ringtile.errors import RefusedError
+from ringtile.first_batch.trace import runs_whole
 from ringtile.hf import trainers
 from ringtile.hf.batch import ShardedBatch, active, active_batch
 from ringtile.hf.group import accelerate_knows_groups, exchanged
+from ringtile.hf.loss import ShardedLoss
 from ringtile.hf.model import check_model, refuse_drawn, states_before
 from ringtile.hf.model_loss import watch_loss
 from ringtile.hf.patches import Patches
-from ringtile.hf.strategy import Strategy
 
 
-class LossOnShards(Strategy):
+class LossOnShards(ShardedLoss):
     """Shards the batch on the way into `compute_loss`, and scales the loss of the shard."""
 
     def check(self) -> None:
@@ -76,7 +77,7 @@ class LossOnShards(Strategy):
     @contextlib.contextmanager
     def _sharded(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], ShardedBatch | None]]:
         """This rank's part of a batch, on which the model runs inside the context; checked at its end."""
-        local, batch = self.shard(inputs)
+        local, batch = self.sharding.shard(inputs)
         self.last_batch = batch
         if batch is None:
             yield local, None
@@ -101,7 +102,7 @@ class LossOnShards(Strategy):
         if self.counts_ranks and num_items_in_batch is not None:
             num_items_in_batch = num_items_in_batch / self.group.size
         self.counts_ranks = False
-        if self.proof is not None and self.proof.waits:
+        if self.proof is not None:
             self.proof.before(
                 model,
                 inputs,
@@ -109,7 +110,7 @@ class LossOnShards(Strategy):
                 num_items=1 if num_items_in_batch is None else int(num_items_in_batch),
                 numbers_of=self.trainer,
             )
-        if self.proves_whole:
+        if runs_whole():
             return self._whole_loss(original, model, inputs, return_outputs, num_items_in_batch)
         if num_items_in_batch is not None and not self._trainer_scales():  # this rank's part of the count, not rounded
             num_items_in_batch = num_items_in_batch / self.group.size
@@ -179,7 +180,7 @@ class LossOnShards(Strategy):
         On a whole batch, to prove the first one, as in one process: by the name that FSDP2 gives the model's class, the
         Trainer takes it for one that does not shift.
         """
-        shifts = active_batch() is None and self.shifts_labels
+        shifts = active_batch() is None and self.sharding.reading.shifts_labels
         return original(outputs, labels, **{**kwargs, "shift_labels": shifts})
 
     # ---- evaluation -----------------------------------------------------------------------------
@@ -217,7 +218,7 @@ class LossOnShards(Strategy):
         assert batch.token_weights is not None
         if output.shape[:2] == batch.token_weights.shape:
             return batch.unshard(output)
-        if not self.of_model:  # else it is of images, which are whole
+        if not self.sharding.reading.besides:  # else it is of images, which are whole
             raise RefusedError(
                 f"{type(self.base).__name__} returns a tensor {tuple(output.shape)}; expected the tokens in its second "
                 f"dimension: name its key in ignore_keys"

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
-from ringtile.first_batch.run import is_recording
+from ringtile.first_batch.trace import running_trace
 from ringtile.hf import attention
 from ringtile.hf.batch import active_batch
 from ringtile.hf.families import WHOLE_SEQUENCES
@@ -199,7 +199,7 @@ def inside_engine(model: nn.Module) -> nn.Module:
 def states_before(model: nn.Module) -> dict[str, Tensor] | None:
     """The states of torch's default generators before a forward pass on a shard; None where nothing looks at them: in
     eval mode, and while the first batch is proved, which names the module whose numbers differ."""
-    return random_states() if model.training and not is_recording() else None
+    return random_states() if model.training and running_trace() is None else None
 
 
 def refuse_drawn(base: PreTrainedModel, before: dict[str, Tensor] | None) -> None:

@@ -6,10 +6,13 @@ up what all of them hold. The ranks of a group hold the same rows, so each row m
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,11 +20,14 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import operations, recursively_apply
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
 
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import active_batch
-from ringtile.hf.group import ContextParallelGroup
+from ringtile.hf.group import ContextParallelGroup, accelerate_knows_groups, deepspeed_shards_sequences
+from ringtile.hf.model import has_engine
+from ringtile.hf.patches import Patches
 
 # Functions of accelerate that count processes: modules import them by name, or by another one.
 COLLECTIVES = {getattr(operations, name): name for name in ("gather", "gather_object", "reduce")}
@@ -93,6 +99,112 @@ class OneProcess:
         """The sum, the mean or the largest of a tensor over the groups, nested. scale: for TPUs alone."""
         over: dict[str, Callable[..., Tensor]] = {"mean": torch.mean, "max": torch.amax}
         return recursively_apply(lambda x: over.get(reduction, torch.sum)(self.gather(x[None]), dim=0), tensor)
+
+
+# ---- a Trainer -----------------------------------------------------------------------------------
+
+
+class Groups:
+    """Makes one Trainer count a group as one process: in its data, its items, its rows and what it gathers."""
+
+    def __init__(self, trainer: Trainer, group: ContextParallelGroup, patches: Patches) -> None:
+        self.trainer, self.group, self.patches = trainer, group, patches
+        self.accelerator = trainer.accelerator  # which stands for the trainer's inside a loss of its own
+
+    def install(self) -> None:
+        trainer, accelerator = self.trainer, self.accelerator
+        self.patches.wrap(trainer, "evaluation_loop", self._evaluation_loop)
+        self.patches.wrap(accelerator, "gather_for_metrics", self._gather_for_metrics)
+        if trainer.args.include_num_input_tokens_seen != "no":
+            self.patches.wrap(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
+        if accelerate_knows_groups(accelerator):
+            self.patches.set(accelerator, "_prepare_cp", self._prepare_cp)
+        else:
+            self.patches.wrap(trainer, "get_batch_samples", self.in_one_process)
+            self.patches.wrap(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
+            self.patches.wrap(accelerator, "prepare_data_loader", self._prepare_data_loader)
+
+    @contextlib.contextmanager
+    def as_one_process(self) -> Iterator[None]:
+        """Inside, the Trainer and the modules of its class and of its bases see a group as one process."""
+        trainer = self.trainer
+        if self.group.size == 1 or isinstance(trainer.accelerator, OneProcess):
+            yield
+            return
+        patches, one = Patches(), OneProcess(trainer.accelerator, self.group)
+        if self.group.tp_size > 1:  # by which the Trainer divides what it takes for a count of all ranks
+            patches.set(trainer, "get_tp_size", lambda: 1)
+        vllm = getattr(trainer, "vllm_generation", None)
+        for owner in [trainer] + [vllm] * (vllm is not None):
+            patches.set(owner, "accelerator", one)
+        homes = {cls.__module__ for owner in (trainer, vllm) for cls in type(owner).__mro__} & sys.modules.keys()
+        for module in [sys.modules[home] for home in homes]:
+            for name, value in list(vars(module).items()):
+                if isinstance(value, FunctionType) and value in COLLECTIVES:
+                    patches.set(module, name, one.function(value))
+        try:
+            yield
+        finally:
+            patches.restore()
+
+    def in_one_process(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method of the Trainer's that counts processes."""
+        with self.as_one_process():
+            return original(*args, **kwargs)
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        """Leaves out accelerate's hooks on attention modules. User code may still ask for its context, a no-op."""
+        if not deepspeed_shards_sequences(self.trainer.accelerator):
+            self.patches.set(self.trainer.accelerator, "_cp_context", lambda **kwargs: contextlib.nullcontext())
+        return args
+
+    def _gather_for_metrics(
+        self, original: Callable[..., Any], input_data: Any, use_gather_object: bool = False
+    ) -> Any:
+        """TRL calls it for what it logs, an evaluation for its rows."""
+        if use_gather_object:
+            raise refused_objects(input_data)
+        return gather_for_metrics(self.accelerator, self.group, input_data)
+
+    def _prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        return OneProcess(self.trainer.accelerator, self.group).prepare_data_loader(data_loader, *args, **kwargs)
+
+    def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Keeps one copy of each row: the ranks of a group evaluate the same rows."""
+        trainer = self.trainer
+        previous, prepared = trainer.gather_function, list(trainer.accelerator._models)
+        trainer.gather_function = trainer.accelerator.gather_for_metrics
+        try:
+            output = original(*args, **kwargs)
+            prefix = inspect.signature(original).bind(*args, **kwargs).arguments.get("metric_key_prefix", "eval")
+            metrics = EvaluationMetrics(
+                output.metrics, prefix, output.num_samples, trainer.args.eval_batch_size, self.group
+            )
+            return output._replace(metrics=metrics)
+        finally:
+            trainer.gather_function = previous
+            self._forget_bare_model(prepared)
+
+    def _forget_bare_model(self, prepared: list[nn.Module]) -> None:
+        """Lets train() prepare the model again. Before training, accelerate prepares it for evaluation only and then
+        takes it for prepared, so that it would train without an engine. prepared: the models before the evaluation."""
+        models, bare = self.trainer.accelerator._models, self.trainer.model
+        if bare is not None and bare not in prepared and bare in models and not has_engine(bare):
+            models.remove(bare)
+            del bare._is_accelerate_prepared
+            if (original := vars(bare).pop("_original_forward", None)) is not None:  # mixed precision has wrapped it
+                bare.forward = original
+
+    def _track_num_input_tokens(self, original: Callable[..., Any], inputs: dict[str, Any]) -> None:
+        before = self.trainer.state.num_input_tokens_seen
+        original(inputs)
+        counted = self.trainer.state.num_input_tokens_seen - before
+        self.trainer.state.num_input_tokens_seen = before + counted // self.group.copies
+
+    def _get_total_train_batch_size(self, original: Callable[..., Any], args: TrainingArguments) -> int:
+        """get_cp_size stays 1: later transformers divide the number of items by it, which ringtile does already."""
+        rows: int = original(args) // self.group.size
+        return rows
 
 
 # ---- evaluation: each batch counted once -------------------------------------------------------

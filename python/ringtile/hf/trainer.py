@@ -23,11 +23,11 @@ from ringtile.hf.features.rollouts import LossOnRollouts, generates
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences, parallelism_of
 from ringtile.hf.liger import apply_liger
+from ringtile.hf.loss import ShardedLoss
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.loss_on_shards import LossOnShards
 from ringtile.hf.patches import Patches
 from ringtile.hf.peers import Peers
-from ringtile.hf.strategy import Strategy
 from ringtile.transport.groups import transport_of
 
 logger = logging.getLogger("ringtile")
@@ -151,27 +151,19 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
         feature.install(run, patches)
     group, first_batch = None, None
     if config.attends and not deepspeed_shards_sequences(trainer.accelerator):
-        strategy = _shard(trainer, base, config, patches)
-        if config.first_batch_check:
-            first_batch = FirstBatch(strategy)
-            first_batch.install()
-        group = strategy.group
+        sharded = _shard(trainer, base, config, patches)
+        group, first_batch = sharded.group, sharded.proof
     _attach_callbacks(trainer, config, group, patches, lambda: first_batch.seconds if first_batch else 0.0)
     patches.set(trainer, _SESSION, _Session(config, patches, first_batch))
 
 
-def _shard(trainer: Trainer, base: PreTrainedModel, config: Config, patches: Patches) -> Strategy:
-    """Makes the Trainer compute on sharded sequences."""
+def _shard(trainer: Trainer, base: PreTrainedModel, config: Config, patches: Patches) -> ShardedLoss:
+    """Makes the Trainer compute its loss on sharded sequences."""
     trainers.check_trainer(trainer)
-    strategy = _strategy_of(trainer)(trainer, base, config, patches)
-    strategy.install()
-    return strategy
-
-
-def _strategy_of(trainer: Trainer) -> type[Strategy]:
-    if generates(trainer):
-        return LossOnRollouts
-    return LossOnSequences if trainers.needs_full_sequences(trainer) else LossOnShards
+    kind = LossOnSequences if trainers.needs_full_sequences(trainer) else LossOnShards
+    sharded: ShardedLoss = (LossOnRollouts if generates(trainer) else kind)(trainer, base, config, patches)
+    sharded.install()
+    return sharded
 
 
 def _attach_callbacks(

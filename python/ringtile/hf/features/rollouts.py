@@ -81,9 +81,9 @@ class LossOnRollouts(LossOnSequences):
     def entry(self) -> nn.Module:
         return self.loss_entry(super().entry, self.base)
 
-    def shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None]:
+    def _shard_in_step(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None] | None:
         """Without the number of last tokens whose logits distillation wants: it cuts the hidden states itself."""
-        return super().shard({name: value for name, value in inputs.items() if name != "logits_to_keep"})
+        return super()._shard_in_step({name: value for name, value in inputs.items() if name != "logits_to_keep"})
 
     def install_loss(self) -> None:
         super().install_loss()
@@ -91,7 +91,7 @@ class LossOnRollouts(LossOnSequences):
         patches, rows = self.patches, self._rows_at_once(self.group.data_size)
         if (teacher := getattr(trainer, "teacher_model", None)) is not None:
             self.hook(teacher)
-        self.patches.wrap(trainer, "get_train_dataloader", self.in_one_process)
+        self.patches.wrap(trainer, "get_train_dataloader", self.groups.in_one_process)
         self.patches.wrap(trainer, "_prepare_inputs", self._score)
         self.patches.wrap(trainer, "_generate_single_turn", self._generate)
         if getattr(trainer, "rollout_func", None) is not None:
@@ -109,7 +109,7 @@ class LossOnRollouts(LossOnSequences):
 
     def _score(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`_prepare_inputs`, which generates completions and computes old and reference log-probs of them."""
-        with self.as_one_process(), self.step(True):
+        with self.groups.as_one_process(), self.step(True):
             batch = original(*args, **kwargs)
         self.group.check_same_batch(batch)
         return batch

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ringtile.errors import RefusedError
+from ringtile.first_batch.trace import running_trace
 from ringtile.hf.attention import hidden_mask
 from ringtile.hf.batch import ShardedBatch, active_batch, waiting_batch
 from ringtile.hf.feature import Enabled, Feature
@@ -32,7 +33,7 @@ class _Seam:
 
     def __init__(self, run: Enabled, path: str, module: nn.Module, patches: Patches) -> None:
         base = run.base
-        self._name, self._entered, self._path = type(base).__name__, run.entered, path
+        self._name, self._path = type(base).__name__, path
         around = [base, *(base.get_submodule(".".join(path.split(".")[:i])) for i in range(1, path.count(".") + 1))]
         taken = {name for outer in around for name in parameters_of(outer)}
         run.keys |= taken - TEXT - {"kwargs", "lm_kwargs"}
@@ -47,8 +48,8 @@ class _Seam:
             given = self._sharded(given, batch)
         elif (active := active_batch()) is not None and active.documents is not None:
             raise RefusedError(f"{self._name} runs its language model twice in a forward pass; expected once")
-        if isinstance(given.get("inputs_embeds"), Tensor):
-            given["inputs_embeds"] = self._entered(self._path, given["inputs_embeds"])
+        if (trace := running_trace()) is not None and isinstance(given.get("inputs_embeds"), Tensor):
+            given["inputs_embeds"] = trace.entered(self._path, given["inputs_embeds"])
         return (), given
 
     def _sharded(self, given: Mapping[str, Any], batch: ShardedBatch) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Shards a batch over the ranks of a context-parallel group: a pure function of the global batch.
+"""Shards a batch over the ranks of a context-parallel group: `shard_batch`, a pure function of the global batch, and
+`Sharding`, which knows how the model of one Trainer reads its batches.
 
 Labels are shifted and position ids made on the global sequence, the sequence is padded to what the layout needs, and
 every tensor is sharded once. The `ShardedBatch` carries what the attention must know about the global sequence.
@@ -9,25 +10,35 @@ Shape letters: B batch, S global tokens, P padded global tokens, N local tokens,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import PreTrainedModel, Trainer
 
+from ringtile import keep
 from ringtile.attn.call import AttentionKernel
-from ringtile.errors import InputError, RefusedError
+from ringtile.config import Config
+from ringtile.errors import ConfigError, InputError, MaskNotExpressibleError, RefusedError
+from ringtile.first_batch.trace import ModelCall, running_trace, runs_whole
+from ringtile.hf.attention import attends_whole
 from ringtile.hf.batch import ShardedBatch, main_input
-from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, PADDING, REFUSED
-from ringtile.hf.layers import LayerMask
+from ringtile.hf.features.trees import SharedRows, share, unfold
+from ringtile.hf.group import ContextParallelGroup
+from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, PADDING, REFUSED, key_of_tree
+from ringtile.hf.layers import LayerMask, layer_masks, mixers
 from ringtile.hf.masks import chunks_count, mask_of_batch, read
+from ringtile.hf.model import attends_causally, drops_attention, text_modules
+from ringtile.hf.model_loss import shifts_labels
+from ringtile.hf.packing import Packing, positions_separate
+from ringtile.hf.patches import Patches
+from ringtile.hf.positions import Positions
+from ringtile.hf.trainers import shares_rows
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.layout import PADDED_LIKE, Layout, resolved
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, transport_of
-
-if TYPE_CHECKING:
-    from ringtile.hf.features.trees import SharedRows
 
 _GLOBAL = {"labels"} | DOCUMENTS - PADDING.keys()  # read from the global batch, then dropped
 
@@ -43,6 +54,123 @@ class Reading(NamedTuple):
     layers: Iterable[LayerMask] = ()  # what its layers attend, whose masks torch.compile cannot make
     besides: frozenset[str] = frozenset()  # what it takes besides text, such as images
     checked: frozenset[str] = frozenset()  # switches that are refused elsewhere, of which its shards' part is known
+
+
+class Sharding:
+    """How the batches of one Trainer are sharded over a group."""
+
+    def __init__(
+        self, trainer: Trainer, base: PreTrainedModel, config: Config, group: ContextParallelGroup, patches: Patches
+    ) -> None:
+        self._trainer, self._base, self._config, self._group = trainer, base, config, group
+        self.num_batches = 0  # that were sharded
+        self.room: keep.Room | None = None  # for what checkpointed layers keep; made before each forward
+        text, causal, hybrid = base.config.get_text_config(), attends_causally(base), bool(mixers(text_modules(base)))
+        # States are passed from stretch to stretch, of which a balanced layout makes many.
+        self._layout = resolved(config.layout) if hybrid else config.layout
+        self._shares_rows = shares_rows(trainer)
+        self._logs = trainer.args.process_index == 0
+        self._packing = Packing(base, causal=causal, hybrid=hybrid, is_main_process=self._logs)
+        self._positions = Positions(base, patches)
+        routers = getattr(text, "output_router_logits", False)
+        routers = routers or getattr(trainer, "aux_loss_enabled", False)  # TRL's fused head asks in the batch too
+        self.reading = Reading(
+            makes_positions=self._positions.makes_ids or config.first_batch_check,
+            positions_separate=bool(self._packing.separate),
+            takes_rows=self._packing.takes_rows,
+            causal=causal,
+            shifts_labels=shifts_labels(base),
+            layers=frozenset(layer_masks(text, causal)),
+            checked=frozenset({"output_router_logits"} if routers else ()),
+        )
+
+    def takes(self, keys: set[str]) -> None:
+        """The model takes these keys besides text."""
+        self.reading = self.reading._replace(besides=self.reading.besides | keys)
+
+    def shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None]:
+        """This rank's part of a batch, for the model. A collective.
+
+        While the first batch is proved whole, the batch itself, and None if transformers' own code keeps its documents
+        apart; else ringtile does so, on one rank.
+        Raises RingMismatchError when the ranks of the group hold different batches, and whatever `shard_batch` raises.
+        """
+        on_host, whole = self._group.check_same_batch(inputs), runs_whole()
+        is_tree = key_of_tree(inputs) is not None
+        given, rows, positions = dict(inputs), None, None
+        if is_tree:
+            given, rows = unfold(given, given.get("position_ids"))
+        else:
+            self._packing.check(on_host)
+            positions = self._positions.of_batch(on_host)
+        if self._config.shared_prefix and not is_tree and not whole:
+            if not self._shares_rows:
+                raise _no_tree(self._trainer)
+            given, rows = share(given, given.get("position_ids", positions))
+            positions = None
+        local, batch = shard_batch(
+            given,
+            self.reading,
+            layout=self._layout,
+            group=None if whole else self._group.process_group,
+            scheme="ring" if whole else self._config.context_parallel_scheme,
+            attention_kernel=self._config.attention_kernel,
+            on_host=on_host if rows is None else None,
+            positions=positions,
+            rows=rows,
+        )
+        if self._logs:
+            self._positions.check_largest(batch.max_position)
+        attention_mask = inputs.get("attention_mask")
+        counted = None if attention_mask is None else attention_mask.ne(0)
+        if whole and not is_tree and self._is_plain(inputs):
+            main = main_input((), inputs)
+            assert main is not None  # of it the batch was made
+            call = ModelCall((main.size(0), main.size(1)), None, main.size(1), counted)
+            _begin(call, at_seam=any(inputs.get(name) is not None for name in self.reading.besides))
+            return self._packing.kept_apart({**inputs, "use_cache": False}), None
+        self.num_batches += 1
+        batch.group, batch.mean_share, batch.room = self._group, 1 / batch.sequence.world_size, self.room
+        assert batch.token_weights is not None
+        shape = (batch.token_weights.size(0), batch.sequence.local_len)
+        places = None if batch.rows is None else batch.rows.places
+        call = ModelCall(shape, batch.sequence, batch.seq_len, counted, places)
+        _begin(call, at_seam=batch.before_language_model)
+        return local, batch
+
+    def _is_plain(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether transformers' own code computes in this batch what ringtile's does."""
+        main = main_input((), inputs)
+        if main is None or not attends_whole(self._base):
+            return False
+        if mixers(text_modules(self._base)) or drops_attention(self._base):
+            # Recurrent layers of transformers are less exact, and join documents; no counters drop its attention.
+            return False
+        rows, seq_len = main.shape[:2]
+        causal = self.reading.causal
+        mask = mask_of_batch(inputs, rows, seq_len, self.reading.positions_separate, causal)
+        seen = {name: value for name, value in inputs.items() if name in ("attention_mask", "position_ids")}
+        if seen.get("attention_mask") is not None:
+            seen["attention_mask"] = seen["attention_mask"].ne(0).to(torch.int64)
+        separate = bool(positions_separate(self._base, causal))
+        try:
+            return mask_of_batch(seen, rows, seq_len, separate, causal) == mask
+        except (RefusedError, MaskNotExpressibleError):  # of what transformers sees of the batch
+            return False
+
+
+def _begin(call: ModelCall, at_seam: bool) -> None:
+    """Tells a proof, if one runs, which tokens enter the model now, or at the seam, its language model."""
+    if (trace := running_trace()) is not None:
+        trace.begin(call, at_seam)
+
+
+def _no_tree(trainer: Trainer) -> ConfigError:
+    return ConfigError(
+        f"shared_prefix: {type(trainer).__name__} may use more of its rows than log-probabilities of tokens, and the "
+        f"batch is no tree; expected tree_parents and tree_lengths in it, or TRL's GRPOTrainer, RLOOTrainer, "
+        f"DPOTrainer, KTOTrainer or RewardTrainer: set it to false"
+    )
 
 
 def shard_batch(

@@ -1,0 +1,171 @@
+"""What every way to compute a Trainer's loss on shards has in common; `LossOnShards` and `LossOnSequences` are two.
+
+Every rank of a context-parallel group gets the same batch, the batch is sharded once, and the model runs on the shard.
+The data-parallel engine averages gradients over all ranks and knows nothing of groups.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+
+from ringtile import keep
+from ringtile.config import Config
+from ringtile.errors import RefusedError
+from ringtile.first_batch.trace import running_trace
+from ringtile.hf import attention, model
+from ringtile.hf.batch import ShardedBatch, forget_checkpoints, keep_in_checkpoints
+from ringtile.hf.feature import Enabled
+from ringtile.hf.features import adapters, balancing_loss, dropout, indexed, latents, recurrent, seam, towers
+from ringtile.hf.first_batch import FirstBatch
+from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences
+from ringtile.hf.layers import num_layers
+from ringtile.hf.model import check_training_model
+from ringtile.hf.model_loss import loss_of_its_own
+from ringtile.hf.one_process import Groups
+from ringtile.hf.patches import Patches
+from ringtile.hf.positions import pin_rope_length
+from ringtile.hf.shard import Sharding
+
+FEATURES = tuple(each.FEATURE for each in (towers, seam, recurrent, indexed, balancing_loss, adapters, latents))
+
+
+class ShardedLoss(abc.ABC):
+    """The group of one Trainer, and what stands in for its loss. Every rank of the world builds it.
+
+    Raises RefusedError, ConfigError.
+    """
+
+    def __init__(self, trainer: Trainer, base: PreTrainedModel, config: Config, patches: Patches) -> None:
+        self.trainer, self.base, self.config, self.patches = trainer, base, config, patches
+        assert trainer.model is not None  # base_model has refused it otherwise
+        for feature in FEATURES:
+            feature.refuse(Enabled(trainer, trainer.model, base, config))
+        self.check()
+        if trainer.train_dataset is not None:
+            dropout.refuse(base)  # here, not in the first step, which may come hours later
+        self.group = ContextParallelGroup(
+            config.context_parallel_size, trainer.args.ddp_timeout, trainer.args.device, trainer.get_tp_size()
+        )
+        patches.on_restore(self.group.close)
+        self.groups = Groups(trainer, self.group, patches)
+        self.sharding = Sharding(trainer, base, config, self.group, patches)
+        self.dropout = dropout.CountedDropout(trainer, self.group.data_index, self.group.data_size)
+        self.proof = FirstBatch(self) if config.first_batch_check else None
+        self.calls: tuple[int, int] | None = None  # of ringtile's attention and recurrences, when it was proved
+        self.training_checked = self.shards_steps = False
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raises RefusedError when the loss would differ from that of one process. Runs before anything is changed."""
+
+    @property
+    @abc.abstractmethod
+    def entry(self) -> nn.Module:
+        """The module that receives a rank's part of a batch."""
+
+    @abc.abstractmethod
+    def install_loss(self) -> None:
+        """Replaces what it must: the loss, the prediction step, the number of items, the model's hooks."""
+
+    def install(self) -> None:
+        self.patches.wrap(self.trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
+        if self.group.size > 1:
+            self.groups.install()
+        self.install_loss()
+        self.dropout.install(self.base, self.entry, self.patches)
+
+    def __deepcopy__(self, memo: Any) -> ShardedLoss:
+        """A copy of a model has the hooks of the same one: it is no copy of the Trainer."""
+        return self
+
+    def switch_model(self, wrapped: nn.Module, base: PreTrainedModel) -> None:
+        """Makes a model run on shards. wrapped: the model with its adapters; base: the model inside."""
+        model.switch_attention(wrapped, self.patches)
+        pin_rope_length(base, self.patches)
+        run = Enabled(self.trainer, wrapped, base, self.config, self.group)
+        for feature in FEATURES:
+            feature.install(run, self.patches)
+        self.sharding.takes(run.keys)
+        self.patches.on_restore(functools.partial(forget_checkpoints, wrapped))
+
+    def check_used(self, batch: ShardedBatch, watches_loss: bool) -> None:
+        """RefusedError: a layer did not mix its tokens through ringtile, or the loss did not get the shifted labels."""
+        name, config = type(self.base).__name__, self.base.config.get_text_config()
+        if running_trace() is not None:  # the proof shows whether layers that call neither are right
+            self.calls = batch.attention_calls, batch.recurrent_calls
+        attending, recurrent_layers = self.calls or num_layers(config)
+        if not _once_per_layer(batch.attention_calls, attending):
+            raise RefusedError(
+                f"{name} has {attending} layers but called ringtile's attention {batch.attention_calls} times in a "
+                f"forward pass; expected once per layer: the other layers would attend within a shard only"
+            )
+        if not _once_per_layer(batch.recurrent_calls, recurrent_layers):
+            raise RefusedError(
+                f"{name} has {recurrent_layers} recurrent layers, of which {batch.recurrent_calls} mixed their tokens "
+                f"through ringtile in a forward pass; expected all: the others would see a shard only"
+            )
+        if watches_loss and batch.loss_calls == 0:
+            raise loss_of_its_own(self.base)
+
+    def prepare_training(self, model: nn.Module) -> None:
+        """Prepares a model to train, and checks the first one: only then has its engine wrapped it."""
+        if model.training and not self.training_checked:
+            self._check_attention()
+            if self.group.size > 1:
+                check_training_model(model)
+            self.dropout.check(self.base)
+            self.training_checked = True
+        if model.training:
+            keep_in_checkpoints(model)
+            # For what the checkpointed layers of this forward and backward keep.
+            self.sharding.room = keep.room_of(self.config.keep_attention, self.group.memory_bytes)
+
+    def _check_attention(self) -> None:
+        """RefusedError: the attention that `ringtile.enable` has set was set again since."""
+        implementation = self.base.config.get_text_config()._attn_implementation
+        if implementation != attention.NAME:
+            raise RefusedError(
+                f"the attention of {type(self.base).__name__} was set to {implementation} after ringtile.enable; "
+                f"expected {attention.NAME}, which ringtile.enable sets: call it after set_attn_implementation"
+            )
+
+    # ---- transformers' and accelerate's own context parallelism ---------------------------------
+
+    def _leave_inputs(
+        self, original: Callable[..., Any], model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Callable[[], Any], dict[str, Any]]:
+        """Leaves the inputs whole: ringtile shards once, in training and evaluation alike."""
+        if deepspeed_shards_sequences(self.trainer.accelerator):
+            return cast("tuple[Callable[[], Any], dict[str, Any]]", original(model, inputs))
+        return functools.partial(self._around_step, model, inputs), inputs
+
+    @contextlib.contextmanager
+    def _around_step(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
+        """Around the loss and the backward of a batch, of whose operations the ranks that share it count a part each.
+
+        RefusedError: the first batch of the training was not sharded, so that each rank computed whole rows.
+        """
+        before = self.sharding.num_batches
+        yield
+        if not model.training:
+            return
+        if not self.shards_steps and self.sharding.num_batches == before:
+            raise RefusedError(
+                f"the loss of {type(self.trainer).__name__} in the first training step did not call the model that "
+                f"ringtile shards, so that each rank computed whole rows; expected a compute_loss that was set before "
+                f"ringtile.enable, and that calls its argument `model`, not a part of it (model.model, model.lm_head)"
+            )
+        self.shards_steps = True
+        counted_again = self.trainer.floating_point_ops(inputs) * (1 - 1 / self.group.copies)
+        self.trainer.current_flos -= counted_again  # type: ignore[assignment]
+
+
+def _once_per_layer(calls: int, layers: int) -> bool:
+    return calls % layers == 0 and calls > 0 if layers else calls == 0
