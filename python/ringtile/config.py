@@ -45,10 +45,13 @@ _ELSEWHERE = {
     **dict.fromkeys(("ulysses_size", "ring_size"), "context_parallel_scheme"),
     **dict.fromkeys(("load_balancer", "load_balancing", "sharding_strategy"), "layout"),
     **dict.fromkeys(("activation_offload", "activation_cpu_offload"), "activation_offloading"),
-    **dict.fromkeys(("attn_implementation", "attn_backend", "attention_backend"), "attention_kernel"),
 }
 # Names that were keys, and what to do instead.
 _GONE = {
+    **dict.fromkeys(
+        ("attention_kernel", "attn_implementation", "attn_backend", "attention_backend"),
+        "set the environment variable RINGTILE_ATTENTION_KERNEL",
+    ),
     "loss_tile_tokens": "set tile_tokens, the most tokens of any tile",
     "stream_tokens": "set tile_tokens, which the chunks of streamed layers have too",
     "log_metrics": "give the Trainer ringtile.MetricsCallback()",
@@ -88,7 +91,6 @@ class Config(Section):
     # Who holds which tokens: auto is zigzag for one document a row, balanced for more.
     layout: Literal["auto", "zigzag", "contiguous", "striped", "per_document", "balanced"] = "auto"
     context_parallel_scheme: str = "ring"  # how those ranks share the work of attention: ringtile/scheme.py
-    attention_kernel: Literal["auto", "ringtile", "aten"] = "auto"  # who computes attention: docs/design/ring.md
     # Whether checkpointed layers keep what attention and recurrences gave: auto, in a tenth of the device memory.
     keep_attention: bool | Literal["auto"] = "auto"
     latents: bool = True  # whether a ring sends latents of keys where they are fewer: ringtile/hf/features/latents.py

@@ -12,6 +12,7 @@ TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 WORLD_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # one of them makes a process part of a world
 REPORTED = (
     *("RINGTILE_CPU_ISA", "RINGTILE_CUDA_ISA", "RINGTILE_SELF_TEST", "RINGTILE_SHARED_MEMORY", "RINGTILE_CONFIG"),
+    "RINGTILE_ATTENTION_KERNEL",
     "OMP_NUM_THREADS",
 )
 _LAUNCHER = "start ringtile with torchrun, which sets all of them, or unset all of them for one process"

@@ -7,6 +7,7 @@ function that gets the empty mask without an active batch knows that it has a sh
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Mapping
 from typing import Any, cast
@@ -33,6 +34,7 @@ from ringtile.sequence.sharded import ShardedSequence
 from ringtile.stream.attend import running_chunk
 
 NAME = "ringtile"
+_KERNEL: Any = os.environ.get("RINGTILE_ATTENTION_KERNEL", "auto")  # as the argument of ring_attention
 DROPOUT = "ringtile_attention_dropout"  # the attribute of an attention module that knows what it drops
 _INTERVALS = "ringtile_intervals"  # the attribute of a mask that holds it as intervals
 LATENTS = "ringtile_latents"  # the attribute of empty values that holds latents, and what makes keys of them
@@ -156,7 +158,7 @@ def attention_forward(
         softcap=options.get("softcap") or 0.0,
         sinks=options.get("s_aux"),
         dropout=dropout,
-        attention_kernel=batch.attention_kernel,
+        attention_kernel=_KERNEL,
         **more,
     )
     return out, None

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ringtile import keep
-from ringtile.attn.call import AttentionKernel
 from ringtile.errors import RefusedError
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.layers import LayerMask
@@ -42,7 +41,6 @@ class ShardedBatch:
     num_targets: Tensor | None  # int64 (): targets in the global batch; None without labels
     places: Tensor  # int64 (N,): of the local tokens, in the row
     chunks_count: Tensor | None = None  # int64 (B or 1, P), on the host: by which chunks are counted; None: places
-    attention_kernel: AttentionKernel = "auto"
     position_ids: Tensor | None = None  # (B, N)
     token_weights: Tensor | None = None  # (B, N): the local attention mask; 1 without one, 0 for the layout's padding
     causal: bool = True  # whether its mask lets no query attend a later token

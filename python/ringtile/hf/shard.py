@@ -18,7 +18,6 @@ from torch.nn import functional
 from transformers import PreTrainedModel, Trainer
 
 from ringtile import keep
-from ringtile.attn.call import AttentionKernel
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, MaskNotExpressibleError, RefusedError
 from ringtile.first_batch.trace import ModelCall, running_trace, runs_whole
@@ -114,7 +113,6 @@ class Sharding:
             layout=self._layout,
             group=None if whole else self._group.process_group,
             scheme="ring" if whole else self._config.context_parallel_scheme,
-            attention_kernel=self._config.attention_kernel,
             on_host=on_host if rows is None else None,
             positions=positions,
             rows=rows,
@@ -180,7 +178,6 @@ def shard_batch(
     layout: str,
     group: Group | None,
     scheme: str = "ring",
-    attention_kernel: AttentionKernel = "auto",
     on_host: Mapping[str, Any] | None = None,
     positions: Tensor | None = None,
     rows: SharedRows | None = None,
@@ -226,7 +223,6 @@ def shard_batch(
         num_targets=per_token[targets].ne(IGNORE_INDEX).sum() if targets in per_token else None,
         places=to_device(sequence.layout.positions(sequence.rank), main.device),
         chunks_count=functional.pad(chunks_count(on_host, seq_len, reading.positions_separate), (0, padding)),
-        attention_kernel=attention_kernel,
         causal=causal,
         rows=rows,
         documents=documents,
