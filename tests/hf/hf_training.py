@@ -22,6 +22,7 @@ from hf_engines import engine as engine_arguments
 from hf_engines import full_weights
 from hf_models import tiny_model, tiny_tokenizer, with_lora
 from ringtile.config import Config
+from ringtile.hf.feature import Enabled
 from ringtile.hf.model import base_model
 from ringtile.hf.patches import Patches
 from ringtile.hf.trainer import _shard
@@ -234,7 +235,8 @@ def enabled(trainer: Trainer, config: dict[str, Any] | None) -> Iterator[None]:
     if "group_of_one" in config:
 
         def shard(new: Patches) -> None:
-            _shard(trainer, base_model(trainer.model), Config.load(keys), new).proof = None
+            run = Enabled(trainer, trainer.model, base_model(trainer.model), Config.load(keys))
+            _shard(run, new).proof = None
 
         patches = Patches.of(shard)
     yield

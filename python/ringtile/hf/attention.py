@@ -133,7 +133,10 @@ def attention_forward(
         return transformers_attention(module, query, key, value, attention_mask, options)
     _refuse_inexact(module, attention_mask, options, batch.causal)
     dropout, probability = None, options.get("dropout", 0.0)
-    if probability > 0 and (dropout := _counted_dropout(module, query, probability)) is None:
+    if probability > 0:  # what the module drops now (hf/features/dropout.py); None where no training step says so
+        dropout_of = getattr(module, DROPOUT, None)
+        dropout = None if dropout_of is None else cast("AttentionDropout | None", dropout_of(query, probability))
+    if probability > 0 and dropout is None:
         raise RefusedError(
             f"{type(module).__name__} uses attention dropout {probability} where ringtile does not count it; expected "
             f"a training step, of a model whose config had a rate of attention dropout at ringtile.enable: set it to 0"
@@ -228,12 +231,6 @@ def attends_whole(model: PreTrainedModel) -> bool:
     """Whether transformers' own attention, on a batch that is not sharded, leaves nothing of this model out."""
     has_sinks = any(isinstance(getattr(module, "sinks", None), Tensor) for module in model.modules())
     return not has_sinks or model.config.get_text_config().model_type in EAGER_SINKS
-
-
-def _counted_dropout(module: nn.Module, query: Tensor, probability: float) -> AttentionDropout | None:
-    """What an attention module drops now (hf/features/dropout.py); None where no training step says so."""
-    dropout_of = getattr(module, DROPOUT, None)
-    return None if dropout_of is None else cast("AttentionDropout | None", dropout_of(query, probability))
 
 
 def _intervals_of(attention_mask: Tensor) -> IntervalMask | None:

@@ -14,7 +14,7 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from ringtile.hf.peers import Peers, of_a_collective
 
 MANIFEST = "ringtile_manifest.json"
 _DRAFT = f"{MANIFEST}.new"
-_VERSION = 2
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ class Checkpoints:
             original(model, trial)
             trainer.accelerator.wait_for_everyone()
             if args.should_save:
-                _write_manifest(folder, _sizes(folder))
+                _write_manifest(folder)
         except Exception as error:
             if isinstance(error, RingtileError) or of_a_collective(error) or not _is_of_writing(error):
                 raise
@@ -169,7 +168,13 @@ def _check_engine(folder: pathlib.Path, engine: str) -> None:
 def damage_of(folder: pathlib.Path) -> str | None:
     """The first difference between a checkpoint and its manifest; None: it is whole, or has no manifest."""
     try:
-        return _first_difference(folder, _read_manifest(folder))
+        files: dict[str, int] = json.loads((folder / MANIFEST).read_text(encoding="ascii"))["files"]
+        for name in (TRAINER_STATE_NAME, *files):  # transformers does not resume without the former
+            size = files[name]
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+            if (got := (folder / name).stat().st_size) != size:
+                return f"{name} has {got} bytes, {size} were saved"
     except FileNotFoundError:
         if (folder / _DRAFT).exists():
             return "its training ended while it was being saved or deleted"
@@ -177,15 +182,6 @@ def damage_of(folder: pathlib.Path) -> str | None:
         return None if (folder / TRAINER_STATE_NAME).exists() else f"{TRAINER_STATE_NAME} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not readable"
-
-
-def _first_difference(folder: pathlib.Path, files: Mapping[str, int]) -> str | None:
-    for name, size in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if (got := path.stat().st_size) != size:
-            return f"{name} has {got} bytes, {size} were saved"
     return None
 
 
@@ -198,12 +194,9 @@ def _last_whole(run: pathlib.Path, but: pathlib.Path) -> str:
 
 def _checkpoints(run: pathlib.Path) -> list[pathlib.Path]:
     """The checkpoints of a training, the last one first."""
-    folders = {
-        int(path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")): path
-        for path in (run.iterdir() if run.is_dir() else ())
-        if path.is_dir() and path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-").isdecimal()
-    }
-    return [folders[step] for step in sorted(folders, reverse=True)]
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    folders = {path.name.removeprefix(prefix): path for path in run.glob(f"{prefix}*") if path.is_dir()}
+    return [folders[step] for step in sorted(filter(str.isdecimal, folders), key=int, reverse=True)]
 
 
 # ---- deleting -----------------------------------------------------------------------------------
@@ -237,27 +230,15 @@ def _empty(folder: pathlib.Path) -> None:
 # ---- the manifest -------------------------------------------------------------------------------
 
 
-def _write_manifest(folder: pathlib.Path, files: Mapping[str, int]) -> None:
-    """Writes a draft, which then takes the manifest's place. files: sizes in bytes by name."""
+def _write_manifest(folder: pathlib.Path) -> None:
+    """Writes a draft, which then takes the manifest's place: sizes in bytes by path in the folder."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(MANIFEST)]
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
     with (folder / _DRAFT).open("w", encoding="ascii") as file:
-        json.dump({"version": _VERSION, "files": files}, file, indent=1)
+        json.dump({"files": files}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     (folder / _DRAFT).replace(folder / MANIFEST)
-
-
-def _read_manifest(folder: pathlib.Path) -> dict[str, int]:
-    """Sizes in bytes by name. Raises FileNotFoundError, or another error where it is no manifest."""
-    files: dict[str, int] = json.loads((folder / MANIFEST).read_text(encoding="ascii"))["files"]
-    if TRAINER_STATE_NAME not in files:  # without it, transformers does not resume
-        raise ValueError(f"{folder / MANIFEST} does not list {TRAINER_STATE_NAME}")
-    return files
-
-
-def _sizes(folder: pathlib.Path) -> dict[str, int]:
-    """The size of each file of a checkpoint in bytes, by its path in the folder."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(MANIFEST)]
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
 
 
 def _is_of_writing(error: Exception) -> bool:

@@ -158,7 +158,9 @@ class FirstBatch:
                         raise
 
             try:
-                copies = {name: _copy(value) for name, value in cut.items()}
+                copies = {  # that a forward pass may write, without the graph that made them
+                    name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in cut.items()
+                }
                 found = record(lambda: loss_of(model, copies), paths, within, **options)
             except Exception as error:
                 is_known = isinstance(error, RingtileError | torch.OutOfMemoryError) or of_a_collective(error)
@@ -226,11 +228,6 @@ def _failed(error: Exception, place: str, whole: bool) -> RefusedError:
         f"{place or 'the model'} fails on a shard of the first batch ({reason}); expected a module that makes no "
         f"attention mask of its own, of which a shard has none, and no tensor of the length of the sequence"
     )
-
-
-def _copy(value: Any) -> Any:
-    """A tensor that a forward pass may write, without the graph that made it."""
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _num_tokens(batch: Mapping[str, Any], images: Set[str]) -> int:

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from ringtile import keep
-from ringtile.config import Config
 from ringtile.errors import RefusedError
 from ringtile.first_batch.trace import running_trace
 from ringtile.hf import attention, model
@@ -42,11 +41,13 @@ class ShardedLoss(abc.ABC):
     Raises RefusedError, ConfigError.
     """
 
-    def __init__(self, trainer: Trainer, base: PreTrainedModel, config: Config, patches: Patches) -> None:
-        self.trainer, self.base, self.config, self.patches = trainer, base, config, patches
-        assert trainer.model is not None  # base_model has refused it otherwise
+    entry: nn.Module  # which receives a rank's part of a batch; known once the loss is installed
+
+    def __init__(self, run: Enabled, patches: Patches) -> None:
+        self.trainer, self.model, self.base, self.config = run.trainer, run.wrapped, run.base, run.config
+        self.patches, trainer, base, config = patches, run.trainer, run.base, run.config
         for feature in FEATURES:
-            feature.refuse(Enabled(trainer, trainer.model, base, config))
+            feature.refuse(run)
         self.check()
         if trainer.train_dataset is not None:
             dropout.refuse(base)  # here, not in the first step, which may come hours later
@@ -64,11 +65,6 @@ class ShardedLoss(abc.ABC):
     @abc.abstractmethod
     def check(self) -> None:
         """Raises RefusedError when the loss would differ from that of one process. Runs before anything is changed."""
-
-    @property
-    @abc.abstractmethod
-    def entry(self) -> nn.Module:
-        """The module that receives a rank's part of a batch."""
 
     @abc.abstractmethod
     def install_loss(self) -> None:

@@ -26,10 +26,9 @@ from ringtile.first_batch.outputs import sum_of_outputs
 from ringtile.hf import model
 from ringtile.hf.attention import hide_attention_mask
 from ringtile.hf.batch import ShardedBatch, activate, active, active_batch, main_input
-from ringtile.hf.group import ContextParallelGroup, exchanged
+from ringtile.hf.group import exchanged
 from ringtile.hf.loss import ShardedLoss
 from ringtile.hf.model_loss import watch_loss
-from ringtile.hf.patches import Patches
 from ringtile.tiled.tiles import at_most
 
 # Outputs with an entry per token, (B, N, ...). The outputs of TRL's fused head have one per predicted token: S - 1.
@@ -53,23 +52,18 @@ class LossOnSequences(ShardedLoss):
             )
         model.check_model(self.base, proved=self.config.first_batch_check)
 
-    @property
-    def entry(self) -> nn.Module:
-        assert self.trainer.model is not None  # base_model has refused it otherwise
-        return self.base.base_model if model.reads_rows(self.base) else model.receiver(self.trainer.model)
-
     def install_loss(self) -> None:
         trainer = self.trainer
         self.in_step = False  # inside compute_loss or prediction_step
         for name in ("compute_loss", "prediction_step"):
             self.patches.wrap(trainer, name, self._in_step)
-        assert trainer.model is not None  # base_model has refused it otherwise
-        self.proved = self.hook(trainer.model)
+        self.proved, self.entry = self.hook(self.model)
         if (reference := getattr(trainer, "ref_model", None)) is not None:
             self.hook(reference)
 
-    def hook(self, wrapped: nn.Module) -> nn.Module:
-        """Makes a model run on shards where the Trainer's loss calls it. Returns the module that is called."""
+    def hook(self, wrapped: nn.Module) -> tuple[nn.Module, nn.Module]:
+        """Makes a model run on shards where the Trainer's loss calls it. Returns the module that is called, and the one
+        inside it that gets shards."""
         wrapped = model.receiver(self.trainer.accelerator.unwrap_model(wrapped))
         base = model.base_model(wrapped)
         self.switch_model(wrapped, base)
@@ -77,9 +71,8 @@ class LossOnSequences(ShardedLoss):
             watch_loss(wrapped, base, self.patches)
         if hasattr(base, "generate"):
             self.patches.wrap(base, "generate", functools.partial(self._generate_whole, base))
-        entry = self.loss_entry(wrapped, base)
-        UnshardedOutputs(self._shard_in_step, self.check_used, self.group).install(entry, base, self.patches)
-        return entry
+        called = self.loss_entry(wrapped, base)
+        return called, UnshardedOutputs(self, called, base).inner
 
     def loss_entry(self, wrapped: nn.Module, base: PreTrainedModel) -> nn.Module:
         """The module whose forward the loss calls."""
@@ -131,7 +124,7 @@ class LossOnSequences(ShardedLoss):
         finally:
             self.in_step = was_inside
 
-    def _shard_in_step(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None] | None:
+    def shard_in_step(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None] | None:
         """None for a batch of other code, such as generate(), on which the model runs as it is.
 
         In a backward, it is that of a step: the loss has checkpointed the model, which runs again.
@@ -156,24 +149,12 @@ def _sum_of_outputs(model: nn.Module, inputs: dict[str, Any], *, uses_loss: bool
 
 
 class UnshardedOutputs:
-    """The hooks of one model.
+    """The hooks of one model, or of one whose head reads whole rows, of what is inside. A `score` is given to each
+    token."""
 
-    shard: turns a batch into (local batch, ShardedBatch, or None if it is not sharded), or None to leave it as it is.
-    check_used(batch, watches_loss): checks that the model used the ShardedBatch.
-    """
-
-    def __init__(
-        self,
-        shard: Callable[[Mapping[str, Any]], tuple[dict[str, Any], ShardedBatch | None] | None],
-        check_used: Callable[[ShardedBatch, bool], None],
-        group: ContextParallelGroup,
-    ) -> None:
-        self._shard, self._check_used, self._group = shard, check_used, group
-
-    def install(self, called: nn.Module, base: PreTrainedModel, patches: Patches) -> None:
-        """Hooks the model, or of one whose head reads whole rows, what is inside. A `score` is given to each token."""
-        self._base = base
-        inner = base.base_model if model.reads_rows(base) else called
+    def __init__(self, loss: LossOnSequences, called: nn.Module, base: PreTrainedModel) -> None:
+        self._loss, self._group, self._base = loss, loss.group, base
+        self.inner = inner = base.base_model if model.reads_rows(base) else called
         handles = [inner.register_forward_pre_hook(self._shard_inputs, with_kwargs=True)]
         if model.reads_rows(base) and isinstance(score := getattr(base, "score", None), nn.Module):
             handles.append(score.register_forward_hook(self._unshard_scores))
@@ -183,7 +164,7 @@ class UnshardedOutputs:
         handles += [pooler.register_forward_pre_hook(self._unshard_pooled) for pooler in poolers]
         self._whole = _OF_IMAGES | ({"pooler_output"} if poolers else set())
         for handle in handles:
-            patches.on_restore(handle.remove)
+            loss.patches.on_restore(handle.remove)
 
     def _unshard_pooled(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         """A pooler inside a sharded model reads whole rows, on every rank."""
@@ -201,7 +182,7 @@ class UnshardedOutputs:
         for name, value in inputs.items():
             if isinstance(value, Tensor) and value.requires_grad and self._group.size > 1:
                 inputs[name] = exchanged(value, lambda x: x.view_as(x), self._group.mean)
-        sharded = self._shard({name: value for name, value in inputs.items() if name not in _IGNORED})
+        sharded = self._loss.shard_in_step({name: value for name, value in inputs.items() if name not in _IGNORED})
         if sharded is None:
             return None
         local, batch = sharded
@@ -215,7 +196,7 @@ class UnshardedOutputs:
 
     def _check_forward(self, batch: ShardedBatch, watches_loss: bool) -> None:
         model.refuse_drawn(self._base, self._before)
-        self._check_used(batch, watches_loss)
+        self._loss.check_used(batch, watches_loss)
 
     def _unshard_scores(self, module: nn.Module, args: Any, scores: Tensor) -> Tensor | None:
         batch = active_batch()

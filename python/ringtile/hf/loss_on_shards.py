@@ -45,13 +45,8 @@ class LossOnShards(ShardedLoss):
             )
         check_model(self.base, proved=self.config.first_batch_check)
 
-    @property
-    def entry(self) -> nn.Module:
-        assert self.trainer.model is not None  # base_model has refused it otherwise
-        return self.trainer.model
-
     def install_loss(self) -> None:
-        trainer = self.trainer
+        trainer, self.entry = self.trainer, self.model
         self.last_batch: ShardedBatch | None = None
         self.counts_ranks = False  # whether the Trainer has counted the items of every rank of a group
         self.watches_loss = trainers.uses_model_loss(trainer)

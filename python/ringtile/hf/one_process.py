@@ -161,10 +161,39 @@ class Groups:
     def _gather_for_metrics(
         self, original: Callable[..., Any], input_data: Any, use_gather_object: bool = False
     ) -> Any:
-        """TRL calls it for what it logs, an evaluation for its rows."""
-        if use_gather_object:
-            raise refused_objects(input_data)
-        return gather_for_metrics(self.accelerator, self.group, input_data)
+        """What ranks of a group hold counts once: TRL calls it for what it logs, an evaluation for its rows.
+
+        input_data: tensors, nested in tuples, lists or mappings. In a loss on shards, numbers () of which each rank has
+        the part of its shard -> (ranks,): those of a group are kept or dropped together at the end of a data set, so
+        that a sum, and a mean of numbers that are equal on a group, are those of as many processes as there are groups.
+        Elsewhere rows (n, ...), or (), that the ranks of a group all hold -> (n * data_size, ...), without those that
+        only fill up the last batch. Raises RefusedError for anything but tensors.
+        """
+        group, in_parts = self.group, active_batch() is not None
+        all_there = group.data_size == 1 and not in_parts  # no rank is waited for
+        try:
+            if use_gather_object:
+                raise TypeError
+            with torch.no_grad():
+                found = (
+                    recursively_apply(
+                        lambda x: x.detach().reshape(x.shape or (1,)), input_data, error_on_other_type=True
+                    )
+                    if all_there
+                    else self.accelerator.gather(input_data)
+                )
+        except TypeError as error:
+            raise RefusedError(
+                f"gather_for_metrics of objects, of a {type(input_data).__name__}; expected tensors: from nothing else "
+                f"does ringtile drop the copies of the ranks that share a sequence"
+            ) from error
+        if not all_there:
+            found = one_copy(found, group.tp_size if in_parts else group.copies)
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return found
+        kept = state.remainder * (group.size if in_parts else 1)
+        return recursively_apply(lambda rows: rows[:kept], found)
 
     def _prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         return OneProcess(self.trainer.accelerator, self.group).prepare_data_loader(data_loader, *args, **kwargs)
@@ -207,38 +236,6 @@ class Groups:
         return rows
 
 
-# ---- evaluation: each batch counted once -------------------------------------------------------
-
-
-def gather_for_metrics(accelerator: Accelerator, group: ContextParallelGroup, data: Any) -> Any:
-    """`Accelerator.gather_for_metrics`, by which what ranks of a group hold counts once.
-
-    data: tensors, nested in tuples, lists or mappings. In a loss on shards, numbers () of which each rank has the part
-    of its shard -> (ranks,): those of a group are kept or dropped together at the end of a data set, so that a sum, and
-    a mean of numbers that are equal on a group, are those of as many processes as there are groups. Elsewhere rows
-    (n, ...), or (), that the ranks of a group all hold -> (n * data_size, ...), without those that only fill up the
-    last batch. Raises RefusedError for anything but tensors.
-    """
-    in_parts = active_batch() is not None
-    all_there = group.data_size == 1 and not in_parts  # no rank is waited for
-    try:
-        with torch.no_grad():
-            found = (
-                recursively_apply(lambda x: x.detach().reshape(x.shape or (1,)), data, error_on_other_type=True)
-                if all_there
-                else accelerator.gather(data)
-            )
-    except TypeError as error:
-        raise refused_objects(data) from error
-    if not all_there:
-        found = one_copy(found, group.tp_size if in_parts else group.copies)
-    state = accelerator.gradient_state
-    if not state.end_of_dataloader or state.remainder <= 0:
-        return found
-    kept = state.remainder * (group.size if in_parts else 1)
-    return recursively_apply(lambda rows: rows[:kept], found)
-
-
 def one_copy(data: Any, copies: int) -> Any:
     """Tensors (n * ranks, ...) of all ranks -> (n * ranks / copies, ...): of each `copies` ranks, the rows of the
     first."""
@@ -249,13 +246,6 @@ def one_copy(data: Any, copies: int) -> Any:
         return rows.reshape(different, copies, each, *rows.shape[1:])[:, 0].flatten(0, 1)
 
     return data if copies == 1 else recursively_apply(of_tensor, data)
-
-
-def refused_objects(data: Any) -> RefusedError:
-    return RefusedError(
-        f"gather_for_metrics of objects, of a {type(data).__name__}; expected tensors: from nothing else does ringtile "
-        f"drop the copies of the ranks that share a sequence"
-    )
 
 
 class EvaluationMetrics(dict[str, Any]):

@@ -91,12 +91,9 @@ class Packing:
             return self.takes_rows and not self._makes_text_row
         return self.takes_rows and position_ids.size(0) == 3
 
-    def _makes_cache(self) -> bool:
-        return bool(getattr(self._model.config.get_text_config(), "use_cache", False))
-
     def _say_transformers_joins(self, inputs: Mapping[str, Any]) -> None:
-        needs = []
-        if self._makes_cache() and not self._flash and not getattr(self._model, f"is_{CHECKPOINTING}"):
+        needs, makes_cache = [], getattr(self._model.config.get_text_config(), "use_cache", False)
+        if makes_cache and not self._flash and not getattr(self._model, f"is_{CHECKPOINTING}"):
             needs.append(f"use_cache false in {_path_of_text_config(self._model)}")
         if self._lacks_text_row(inputs["position_ids"]):
             needs.append("position_ids (4, B, S) whose first row counts the tokens of each document")

@@ -9,7 +9,6 @@ has no connections: its watchdog ends a process whose collective fails.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -57,14 +56,12 @@ class Peers:
 
     def wrap(self, owner: Any, name: str, patches: Patches) -> None:
         """Makes a method raise PeerLostError where a collective inside it fails because a rank was lost."""
-        original = getattr(owner, name)
 
-        @functools.wraps(original)
-        def naming(*args: Any, **kwargs: Any) -> Any:
+        def naming(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with self.named(name):
                 return original(*args, **kwargs)
 
-        patches.set(owner, name, naming)
+        patches.wrap(owner, name, naming)
 
     @contextlib.contextmanager
     def named(self, what: str) -> Iterator[None]:

@@ -34,7 +34,7 @@ class Positions:
     def __init__(self, model: PreTrainedModel, patches: Patches) -> None:
         self._name = type(model).__name__
         modules = list(model.modules())
-        rotary = any(type(module).__name__.endswith("RotaryEmbedding") for module in modules)
+        rotary = bool(_rotary_embeddings(model))
         ours = type(model).__module__.startswith("transformers.models.")  # code whose ways of counting are known
         takes_ids = "position_ids" in inspect.signature(type(model).forward).parameters
         self._counted_inside = [

@@ -216,10 +216,11 @@ def shard_batch(
     padding = -seq_len % Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
     mask = made.padded(padding)
     sequence = ShardedSequence.of(mask, Layout.of_mask(layout, mask, world_size), group, scheme=scheme)
+    counted = positions if on_host.get("position_ids") is None else on_host["position_ids"]
     batch = ShardedBatch(
         sequence,
         seq_len=seq_len,
-        max_position=_max_position(on_host.get("position_ids"), positions, seq_len),
+        max_position=seq_len - 1 if counted is None else int(counted.max()),
         num_targets=per_token[targets].ne(IGNORE_INDEX).sum() if targets in per_token else None,
         places=to_device(sequence.layout.positions(sequence.rank), main.device),
         chunks_count=functional.pad(chunks_count(on_host, seq_len, reading.positions_separate), (0, padding)),
@@ -235,7 +236,9 @@ def shard_batch(
         dim = tensor.dim() - 1 if name == "position_ids" else 1
         width = (0, 0) * (tensor.dim() - 1 - dim) + (0, padding)
         local[name] = sequence.shard(functional.pad(tensor, width, value=PADDING.get(name, IGNORE_INDEX)), dim=dim)
-    batch.token_weights, batch.position_ids = local["attention_mask"], _of_text(local["position_ids"])
+    batch.token_weights, batch.position_ids = local["attention_mask"], local["position_ids"]
+    if batch.position_ids.dim() == 3:  # of M-RoPE, whose first row is that of text
+        batch.position_ids = batch.position_ids[0]
     if rows is not None:
         weights = functional.pad(rows.num_rows, (0, padding))
         batch.token_weights = sequence.shard(to_device(weights, main.device), dim=1)
@@ -296,12 +299,6 @@ def _per_token(
     return per_token
 
 
-def _max_position(given: Tensor | None, made: Tensor | None, seq_len: int) -> int:
-    """The largest of the position ids: of the batch's, on the host, of those that the model would make, or S - 1."""
-    ids = made if given is None else given
-    return seq_len - 1 if ids is None else int(ids.max())
-
-
 def _rows(position_ids: Tensor, batch_size: int, seq_len: int, takes_rows: bool) -> Tensor:
     """(B, S) from (B, S) or from (1, S), which models accept for all rows; likewise behind 3 or 4 rows of M-RoPE."""
     known = position_ids.dim() == 2 or (takes_rows and position_ids.dim() == 3 and position_ids.size(0) in (3, 4))
@@ -311,8 +308,3 @@ def _rows(position_ids: Tensor, batch_size: int, seq_len: int, takes_rows: bool)
             + (" or, for the M-RoPE of this model, either behind a dimension of 3 or 4" if takes_rows else "")
         )
     return position_ids.expand(*position_ids.shape[:-2], batch_size, seq_len)
-
-
-def _of_text(position_ids: Tensor) -> Tensor:
-    """(B, N) from (B, N) or from (3 or 4, B, N)."""
-    return position_ids if position_ids.dim() == 2 else position_ids[0]

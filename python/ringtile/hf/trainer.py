@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedModel, Trainer
+from transformers import Trainer
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError
@@ -151,17 +151,17 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
         feature.install(run, patches)
     group, first_batch = None, None
     if config.attends and not deepspeed_shards_sequences(trainer.accelerator):
-        sharded = _shard(trainer, base, config, patches)
+        sharded = _shard(run, patches)
         group, first_batch = sharded.group, sharded.proof
     _attach_callbacks(trainer, config, group, patches, lambda: first_batch.seconds if first_batch else 0.0)
     patches.set(trainer, _SESSION, _Session(config, patches, first_batch))
 
 
-def _shard(trainer: Trainer, base: PreTrainedModel, config: Config, patches: Patches) -> ShardedLoss:
+def _shard(run: Enabled, patches: Patches) -> ShardedLoss:
     """Makes the Trainer compute its loss on sharded sequences."""
-    trainers.check_trainer(trainer)
-    kind = LossOnSequences if trainers.needs_full_sequences(trainer) else LossOnShards
-    sharded: ShardedLoss = (LossOnRollouts if generates(trainer) else kind)(trainer, base, config, patches)
+    trainers.check_trainer(run.trainer)
+    kind = LossOnSequences if trainers.needs_full_sequences(run.trainer) else LossOnShards
+    sharded: ShardedLoss = (LossOnRollouts if generates(run.trainer) else kind)(run, patches)
     sharded.install()
     return sharded
 

@@ -88,7 +88,8 @@ class CountedDropout(TrainerCallback):
         """
         layers = {path: module for path, module in base.named_modules() if _is_layer(path, base)}
         hooked: set[nn.Module | None] = {None}
-        attentive = _attention_modules(base) if drops_attention(base) else set()
+        drops = drops_attention(base)
+        attentive = {module for _, module in text_modules(base) if drops and "Attention" in type(module).__name__}
         for path, module in text_modules(base):
             layer = next((layers[prefix] for prefix in _prefixes(path) if prefix in layers), None)
             name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
@@ -235,7 +236,7 @@ class CountedDropout(TrainerCallback):
                 return cast("Tensor", neftune_post_forward_hook(module, args, output))  # type: ignore[no-untyped-call]
             stream = _stream(name, _call_number(name, None, tokens, recomputes))
             num_features, key = output.size(-1), (self._trainer.args.seed, tokens.step)
-            largest = _largest_noise(alpha, tokens.seq_len, num_features)
+            largest = alpha / math.sqrt(tokens.seq_len * num_features)  # padding included, as transformers counts
             return output + _noise(places, num_features, largest, output.dtype, key, stream).view_as(output)
 
         patches.set(embeddings, "neftune_noise_alpha", alpha)  # which transformers' hook reads
@@ -254,10 +255,6 @@ class CountedDropout(TrainerCallback):
 
         counted: Callable[[Tensor, float], AttentionDropout | None] = dropout_of
         return counted
-
-
-def _attention_modules(base: PreTrainedModel) -> set[nn.Module]:
-    return {module for _, module in text_modules(base) if "Attention" in type(module).__name__}
 
 
 def _stream(name: str, call: int) -> int:
@@ -321,11 +318,6 @@ def _noise(
         for _, words in random_numbers(places, num_features, key, stream)
     ]
     return torch.cat(parts) if parts else places.new_empty((0, num_features), dtype=dtype)
-
-
-def _largest_noise(alpha: float, seq_len: int, num_features: int) -> float:
-    """For rows of seq_len tokens, padding included, as transformers counts them."""
-    return alpha / math.sqrt(seq_len * num_features)
 
 
 def refuse(base: PreTrainedModel) -> None:

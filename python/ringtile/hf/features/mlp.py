@@ -122,7 +122,7 @@ def find_mlps(model: nn.Module) -> dict[str, nn.Module]:
 def _search(parent: nn.Module, prefix: str, in_layer: bool, found: dict[str, nn.Module]) -> None:
     for name, child in parent.named_children():
         is_layer = isinstance(parent, nn.ModuleList)
-        if child in found.values() or _has_two_widths(child) or (in_layer and not is_layer and _mixes_tokens(child)):
+        if child in found.values() or _stated_widths(child) or (in_layer and not is_layer and _mixes_tokens(child)):
             continue
         mixes_inside = any(_mixes_tokens(module) for module in child.modules())
         if (in_layer or is_layer) and not mixes_inside and _takes_one_tensor(child) and _returns_to_its_width(child):
@@ -143,12 +143,8 @@ def _takes_one_tensor(module: nn.Module) -> bool:
     return kinds[:1] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] and all(kind in extra for kind in kinds[1:])
 
 
-def _has_two_widths(module: nn.Module) -> bool:
-    """Whether the module is a single linear layer: torch's, a quantized one, an adapter's or transformers' Conv1D."""
-    return bool(_stated_widths(module))
-
-
 def _stated_widths(module: nn.Module) -> Maps:
+    """Of a single linear layer: torch's, a quantized one, an adapter's or transformers' Conv1D; else none."""
     for names in (("in_features", "out_features"), ("nx", "nf")):
         width_in, width_out = (getattr(module, name, None) for name in names)
         if isinstance(width_in, int) and isinstance(width_out, int):

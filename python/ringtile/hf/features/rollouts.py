@@ -77,13 +77,9 @@ class LossOnRollouts(LossOnSequences):
         """Distillation multiplies the last hidden states by the head itself."""
         return base.base_model if hasattr(self.trainer, "teacher_model") else wrapped
 
-    @property
-    def entry(self) -> nn.Module:
-        return self.loss_entry(super().entry, self.base)
-
-    def _shard_in_step(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None] | None:
+    def shard_in_step(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None] | None:
         """Without the number of last tokens whose logits distillation wants: it cuts the hidden states itself."""
-        return super()._shard_in_step({name: value for name, value in inputs.items() if name != "logits_to_keep"})
+        return super().shard_in_step({name: value for name, value in inputs.items() if name != "logits_to_keep"})
 
     def install_loss(self) -> None:
         super().install_loss()
