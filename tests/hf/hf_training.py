@@ -233,12 +233,8 @@ def enabled(trainer: Trainer, config: dict[str, Any] | None) -> Iterator[None]:
     ringtile.enable(trainer, keys)
     patches = Patches()
     if "group_of_one" in config:
-
-        def shard(new: Patches) -> None:
-            run = Enabled(trainer, trainer.model, base_model(trainer.model), Config.load(keys))
-            _shard(run, new).proof = None
-
-        patches = Patches.of(shard)
+        run = Enabled(trainer, trainer.model, base_model(trainer.model), Config.load(keys))
+        patches = Patches.of(lambda new: setattr(_shard(run, new), "proof", None))
     yield
     patches.restore()
     ringtile.restore(trainer)
