@@ -37,7 +37,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/cli": (12, 2000),
     "tests/emulator": (27, 4635),
     "tests/gpu": (10, 1512),
-    "tests/hf": (68, 13821),
+    "tests/hf": (68, 13830),
     "tests/package": (8, 1850),
     "tests/planner": (4, 1020),
     "tests/recurrent": (8, 2240),
