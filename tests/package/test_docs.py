@@ -255,6 +255,16 @@ def test_names_on_the_page_of_migrating_exist() -> None:
         assert hasattr(getattr(ringtile, owner.replace("seq", "ShardedSequence")), name), name
 
 
+def test_private_names_of_pytorch_on_the_page_of_migrating_exist() -> None:
+    rows = re.findall(r"^\| (`_.*?`) \|", read("docs/guide/migrating.md"), re.MULTILINE)
+    names = re.findall(r"`(_\w+)`", " ".join(rows))
+    theirs = "torch.distributed.tensor.experimental."
+    modules = [importlib.import_module(theirs + name) for name in ("_attention", "_context_parallel._attention")]
+    assert names
+    for name in names:
+        assert any(hasattr(module, name) for module in modules), name
+
+
 def test_window_of_the_page_of_migrating_is_ring_flash_attns() -> None:
     """window_size=(w - 1, 0) there is w keys here, the query's own among them."""
     mask = ringtile.IntervalMask.causal(6) & ringtile.IntervalMask.sliding_window(6, 3)
