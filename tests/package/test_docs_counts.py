@@ -107,3 +107,19 @@ def test_sockets_of_a_rank_are_the_codes() -> None:
 def test_pages_stay_below_their_ceiling_of_words() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     assert sum(len(path.read_text(encoding="ascii").split()) for path in pages) <= 45_000
+
+
+def test_counts_of_types_with_images_are_the_tests() -> None:
+    import test_audio
+    import test_images
+    import test_torch_cp_images
+    import test_videos
+
+    page = read("docs/design/evidence.md")
+    alone = {*test_images.EVERY_RUN, *test_images.OTHERS, *test_images.PROMISED}
+    assert f"| {len(alone)} types on rows with several images" in page
+    assert f"to 1e-6; {len(test_images.PROMISED)} of them for five steps" in page
+    assert f"| {len(test_videos.MODELS)} types with videos" in page
+    assert f"| {len(test_audio.MODELS)} types with sound" in page
+    cases = [getattr(case, "values", case) for case in test_torch_cp_images.CASES]
+    assert f"| {len({name for name, *_ in cases})} types in a plain loop" in page
