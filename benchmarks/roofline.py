@@ -45,8 +45,8 @@ def plot_roofline(path: pathlib.Path, rows: Sequence[Row], peak_flops_per_s: flo
     for index, backend in enumerate(backends):
         axes.plot([], [], "s", color=f"C{index}", label=backend)
     for index, (case, dtype) in enumerate(shapes):
-        axes.plot([], [], MARKERS[index % len(MARKERS)], color="grey", label=f"{case} {dtype}")
-    axes.plot([], [], "s", color="grey", fillstyle="none", label="hollow: forward")
+        axes.plot([], [], MARKERS[index % len(MARKERS)], color="gray", label=f"{case} {dtype}")
+    axes.plot([], [], "s", color="gray", fillstyle="none", label="hollow: forward")
     axes.set(xscale="log", yscale="log", xlabel="useful flops per byte of input and output", ylabel="useful GFLOP/s")
     axes.legend(fontsize="small")
     figure.savefig(path)

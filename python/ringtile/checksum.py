@@ -2,7 +2,7 @@
 
 Every 64-bit word is mixed with its place by multiplications and shifts (splitmix64's finalizer, arXiv:1410.0530 has the
 family), and the results are added: in any order, hence the same on every device. A sum of words times places instead,
-without the mixing, cannot tell `+1, -2, +1` on three neighbours from nothing.
+without the mixing, cannot tell `+1, -2, +1` on three neighbors from nothing.
 """
 
 from __future__ import annotations

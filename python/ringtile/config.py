@@ -165,7 +165,7 @@ def flat(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_scheme(keys: dict[str, Any]) -> dict[str, Any]:
-    """ulysses_size neighbours share heads, ring_size such groups form a ring: the scheme usp:M. ConfigError."""
+    """ulysses_size neighbors share heads, ring_size such groups form a ring: the scheme usp:M. ConfigError."""
     if not (sizes := {name: keys.pop(name) for name in ("ulysses_size", "ring_size") if name in keys}):
         return keys
     for name, value in sizes.items():

@@ -5,8 +5,8 @@ A scheme is a text, the same in Python, YAML and on the command line:
     ring          each rank: its own queries, all heads; keys rank by rank (arXiv:2310.01889)
     all_gather    each rank: its own queries, all heads; all keys at once
     ulysses       each rank: all queries, its share of the heads (arXiv:2309.14509)
-    usp:M         M neighbours share the heads of their queries; keys come from M ranks at a time (arXiv:2405.07719)
-    usp           usp:M for the most neighbours M that always share a host
+    usp:M         M neighbors share the heads of their queries; keys come from M ranks at a time (arXiv:2405.07719)
+    usp           usp:M for the most neighbors M that always share a host
     auto          whichever receives the fewest bytes over the slowest link (attn/auto.py)
 """
 
@@ -29,7 +29,7 @@ class Scheme:
     """A parsed scheme name."""
 
     text: str
-    group_size: int | None = 1  # neighbours that share the heads; None: all ranks
+    group_size: int | None = 1  # neighbors that share the heads; None: all ranks
     at_once: bool = False  # the ring has one round, with the keys of all ranks
 
     @classmethod
@@ -52,7 +52,7 @@ class Scheme:
             self.ranks_per_group(world_size)
 
     def ranks_per_group(self, world_size: int) -> int:
-        """Return how many neighbours share heads. InputError: they do not come out even, or it is not resolved."""
+        """Return how many neighbors share heads. InputError: they do not come out even, or it is not resolved."""
         if not self.is_resolved:
             raise InputError(
                 f"the scheme is {self.text}, which depends on the ranks' hosts; expected a scheme that names itself: "

@@ -68,7 +68,7 @@ def bound(freedom: int) -> float:
     return freedom + 2 * math.sqrt(freedom * 20) + 2 * 20
 
 
-def test_masks_of_neighbours_are_independent() -> None:
+def test_masks_of_neighbors_are_independent() -> None:
     """The four outcomes of each pair occur as often as those of two independent draws: 3 degrees of freedom."""
     p, places = 0.25, places_of(9, 129)
     mask = kept(places, 65, p).view(9, 129, 65)

@@ -173,8 +173,8 @@ SAYS_NOTHING = {
 def test_a_kernel_that_cannot_be_tested_is_not_used_and_tested_again(
     children: Children, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    behaviour, reason = SAYS_NOTHING[name]
-    children.answer(**behaviour)
+    behavior, reason = SAYS_NOTHING[name]
+    children.answer(**behavior)
     with monkeypatch.context() as patch:
         if "hang" in name:
             patch.setattr(child_process, "START_SECONDS", 2.0)  # a busy machine takes a second to start Python

@@ -138,8 +138,8 @@ def main() -> int:
             path.write_text(text)
         red = not ok and found and "DOES NOT COMPILE" not in said
         num_red += red
-        colour = "red" if red else "GREEN" if ok else "GREEN in verify" if not found else "BROKEN"
-        print(f"{colour}  {mutant.name}: {mutant.test} ({time.monotonic() - began:.0f} s)", flush=True)
+        color = "red" if red else "GREEN" if ok else "GREEN in verify" if not found else "BROKEN"
+        print(f"{color}  {mutant.name}: {mutant.test} ({time.monotonic() - began:.0f} s)", flush=True)
         if not red:
             print(said)
     print(f"{num_red} of {len(chosen)} red")

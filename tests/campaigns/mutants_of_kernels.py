@@ -391,7 +391,7 @@ MUTANTS = [
         "tests/sequence/test_token_trees.py",
     ),
     Mutant(
-        "two sides: intervals of local keys for those that travelled",
+        "two sides: intervals of local keys for those that traveled",
         "python/ringtile/sequence/plan.py",
         "positions if in_place else ops.run_positions(k_runs)",
         "positions[: len(ops.run_positions(k_runs))]",

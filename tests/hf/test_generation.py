@@ -301,7 +301,7 @@ def test_ratio_is_one_before_the_first_step() -> None:
 
 @pytest.mark.long
 def test_a_rank_holds_its_share_of_a_row() -> None:
-    """Of what grows with the row: half of it, and a little for the neighbour's keys and the row's log-probs. What does
+    """Of what grows with the row: half of it, and a little for the neighbor's keys and the row's log-probs. What does
     not grow is a tile of logits of TRL's head, 4096 tokens by 32768 words."""
     short, long = 8192, 16384
     alone = log_prob_bytes(None, long) - log_prob_bytes(None, short)

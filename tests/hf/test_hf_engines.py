@@ -175,7 +175,7 @@ def test_messages_over_nccl_are_on_streams_of_high_priority(
 
 IDS = torch.tensor([[5, 17, 3, 99, 4, 61, 8, 2]])
 OTHER_BATCHES = {
-    "neighbours by +1, -2, +1": {"input_ids": IDS + torch.tensor([0, 0, 1, -2, 1, 0, 0, 0])},
+    "neighbors by +1, -2, +1": {"input_ids": IDS + torch.tensor([0, 0, 1, -2, 1, 0, 0, 0])},
     "labels likewise": {"labels": IDS + torch.tensor([0, 0, 1, -2, 1, 0, 0, 0])},
     "other tensors exchanged": {"attention_mask": torch.zeros_like(IDS), "token_type_ids": torch.ones_like(IDS)},
     "imaginary parts": {"features": torch.full((4,), 1 - 2j)},

@@ -260,7 +260,7 @@ DOCUMENTS = [
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Labeled:
     """Labels of the tokens themselves: some words to be guessed, or a class for every token that had a label."""
 
     collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
@@ -290,8 +290,8 @@ def encoder(what: str, name: str = "modernbert", *, classes: bool = False, colla
     encoders do not look at position ids."""
     collator = collator or Padded()
     types, lora = more.pop("types", False), more.pop("lora", False)
-    rows = {"collator": Labelled(collator, classes, types)}
-    apart = {"alone": {"collator": Labelled(Padded(), classes, types)}} if collator is packed_for_flash else {}
+    rows = {"collator": Labeled(collator, classes, types)}
+    apart = {"alone": {"collator": Labeled(Padded(), classes, types)}} if collator is packed_for_flash else {}
     options = {"max_steps": 3, "learning_rate": 0.05, **more.pop("options", {})}
     made = functools.partial(made_encoder, name, classes, lora, tuple(more.pop("settings", {}).items()))
     more |= {"alone": rows} | apart

@@ -13,7 +13,7 @@ from losses import AsTuple, LastThird
 from ringtile.hf.model import refuse_drawn, states_before
 from test_hf_dropout import REFUSED as OF_DROPOUT
 from test_hf_exact import bart
-from test_hf_exact_models import Labelled, PackedIn
+from test_hf_exact_models import Labeled, PackedIn
 from torch import nn
 from torch.nn import functional
 from transformers import TrainerCallback
@@ -127,14 +127,14 @@ def shifted_too(trainer):
 
 
 def loaded_with_flash(trainer):
-    trainer.data_collator = Labelled(packed, classes=True)
+    trainer.data_collator = Labeled(packed, classes=True)
     config, switch = trainer.model.config, trainer.model.set_attn_implementation
     flash = config._attn_implementation_internal = "flash_attention_2"  # which no CPU loads, nor switches back to
     trainer.model.set_attn_implementation = lambda names: switch("sdpa" if names[""] == flash else names)
 
 
 def of_encoder(words: str, prepare: Any) -> Refusal:
-    options = {"collator": Labelled(Padded(), classes=True)}
+    options = {"collator": Labeled(Padded(), classes=True)}
     return Refusal(words, words, options, lambda: {"model": tiny_encoder(classes=True)}, prepare)
 
 

@@ -165,7 +165,7 @@ SEQ_LEN = 48
 LAYOUTS = {
     "contiguous": Layout.contiguous(SEQ_LEN, 3),
     "zigzag": Layout.zigzag(SEQ_LEN, 3),
-    "many": Layout.from_runs(  # runs shorter than a convolution, in no order, of neighbours on one rank too
+    "many": Layout.from_runs(  # runs shorter than a convolution, in no order, of neighbors on one rank too
         [
             [(40, 1, 0, 8), (0, 1, 8, 5)],
             [(5, 1, 0, 1), (7, 1, 1, 1), (10, 1, 2, 20)],

@@ -43,7 +43,7 @@ def imbalance(mask: IntervalMask, layout: Layout) -> float:
     return max(of_ranks) * len(of_ranks) / sum(of_ranks)
 
 
-def travelling(mask: IntervalMask, layout: Layout) -> int:
+def traveling(mask: IntervalMask, layout: Layout) -> int:
     """Keys that ranks receive of other ranks, from the plan that the ring executes."""
     keys, _ = ops.plan_counts(*mask.bounds, layout.tensor)
     return int(keys.sum() - keys.trace())
@@ -100,7 +100,7 @@ def test_trades_cost_fewer_keys_than_dealing_chunks_around() -> None:
         dealt = Layout.from_runs(
             [[((i * 8 + rank) * 512, 1, i * 512, 512) for i in range(16)] for rank in range(8)]
         )  # fmt: skip
-        assert travelling(mask, layout) < travelling(mask, dealt)
+        assert traveling(mask, layout) < traveling(mask, dealt)
 
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 60), st.data())

@@ -183,7 +183,7 @@ def test_entropy_is_no_worse_than_torch(dtype) -> None:
         # both round the same logits; the last bit of a float32 result is down to chance
         assert relative_error(one, oracle) <= relative_error(other, oracle) + float32_ulp
     for one, other, oracle in zip(*gradients, strict=True):
-        # half an ulp: hidden's gradient may be rounded to another neighbour
+        # half an ulp: hidden's gradient may be rounded to another neighbor
         assert relative_error(one, oracle) <= 1.1 * relative_error(other, oracle) + torch.finfo(dtype).eps / 2
 
 

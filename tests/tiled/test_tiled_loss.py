@@ -156,7 +156,7 @@ def test_default_tile_is_bounded_in_bytes(device, at_2_20) -> None:
     assert tokens(2**20, torch.float32) == at_2_20
 
 
-def test_products_are_computed_for_labelled_tokens_only() -> None:
+def test_products_are_computed_for_labeled_tokens_only() -> None:
     hidden, weight, labels, _ = problem(30)
     unit = 2 * 20 * HIDDEN * VOCAB  # 20 of the 30 tokens have a label
     leaves: dict[str, tuple[bool, bool, int]] = {

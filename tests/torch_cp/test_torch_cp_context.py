@@ -350,7 +350,7 @@ def test_autocast_casts_as_for_pytorch() -> None:
         ({"q": torch.zeros(2, 4, 24, 16, dtype=torch.float64)}, InputError, "q has 24 tokens"),
     ],
 )
-def test_calls_that_cannot_be_honoured_are_refused(arguments: dict[str, Any], error: Any, message: str) -> None:
+def test_calls_that_cannot_be_honored_are_refused(arguments: dict[str, Any], error: Any, message: str) -> None:
     x = inputs()
 
     def attend(group: LoopbackGroup) -> None:

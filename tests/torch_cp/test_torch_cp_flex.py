@@ -282,7 +282,7 @@ def test_block_mask_of_the_global_sequence_is_sharded_once() -> None:
 
 
 @given(st.integers(1, 140), st.data())
-def test_interval_masks_are_recognised_exactly(seq_len: int, data: st.DataObject) -> None:
+def test_interval_masks_are_recognized_exactly(seq_len: int, data: st.DataObject) -> None:
     mask = data.draw(any_masks(2, seq_len))
     rows = mask.begin.size(0)
     assert interval_mask_of(mask_mod_of(mask), rows, None, seq_len) == mask
@@ -388,7 +388,7 @@ def test_two_masks_are_refused() -> None:
     refuses(RefusedError, "block_mask inside context_parallel", attend)
 
 
-def test_calls_of_flex_attention_that_cannot_be_honoured_are_refused() -> None:
+def test_calls_of_flex_attention_that_cannot_be_honored_are_refused() -> None:
     x = inputs(16, num_kv_heads=2)
 
     def attend(group: LoopbackGroup, **arguments: Any) -> None:

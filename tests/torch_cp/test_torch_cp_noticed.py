@@ -348,7 +348,7 @@ def test_transformers_habits_that_depend_on_the_local_length_are_refused() -> No
 # ---- a loss of transformers' own ----------------------------------------------------------------
 
 
-def _labelled(given: str, targets: Tensor) -> list[float]:
+def _labeled(given: str, targets: Tensor) -> list[float]:
     """The loss that a model returns inside the block, on each rank."""
     ids, _, positions = batch(packed=False)
     model: Any = tiny_model().double()
@@ -373,7 +373,7 @@ def test_labels_inside_the_block_are_exact_with_a_count(given: str, ignored: lis
     targets[:, ignored] = -100
     logits = tiny_model().double()(input_ids=ids, position_ids=positions).logits
     expected = float(F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()))
-    assert sum(_labelled(given, targets)) / 2 == pytest.approx(expected, rel=1e-6)
+    assert sum(_labeled(given, targets)) / 2 == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("given", ["labels", "shift_labels"])
@@ -381,4 +381,4 @@ def test_labels_inside_the_block_are_refused(given: str) -> None:
     targets = batch(packed=False)[1]
     targets[:, :20] = -100
     with pytest.raises(RefusedError, match=r"the model was given labels, whose loss (shifts|averages)"):
-        _labelled(given, targets)
+        _labeled(given, targets)

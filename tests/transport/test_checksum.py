@@ -19,7 +19,7 @@ def of(*tensors: Tensor) -> int:
 IDS = torch.tensor([[5, 17, 3, 99, 4, 61, 8, 2]])
 WAVE = torch.complex(torch.arange(6.0), torch.arange(6.0).flip(0))
 DIFFERENT: dict[str, tuple[Tensor | list[Tensor], Tensor | list[Tensor]]] = {
-    "neighbours by +1, -2, +1": (IDS, IDS + torch.tensor([0, 0, 1, -2, 1, 0, 0, 0])),
+    "neighbors by +1, -2, +1": (IDS, IDS + torch.tensor([0, 0, 1, -2, 1, 0, 0, 0])),
     "two tokens exchanged": (IDS, IDS[:, [0, 2, 1, 3, 4, 5, 6, 7]]),
     "words exchanged": (IDS, IDS.flip(1)),
     "imaginary parts": (WAVE, WAVE.conj().resolve_conj()),

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from ringtile.transport import sockets
 from ringtile.transport.agreement import PeerGoneError
-from ringtile.transport.failures import MAX_NEIGHBOURS, Loss, SocketFailureDetector, neighbours
+from ringtile.transport.failures import MAX_NEIGHBORS, Loss, SocketFailureDetector, neighbors
 from ringtile.transport.sockets import Meeting
 
 W = 1024
@@ -29,7 +29,7 @@ def hops(world_size: int, gone: set[int] = frozenset()) -> dict[int, int]:  # ty
     distance, ready = {first: 0}, deque([first])
     while ready:
         rank = ready.popleft()
-        for peer in neighbours(rank, world_size):
+        for peer in neighbors(rank, world_size):
             if peer not in distance and peer not in gone:
                 distance[peer] = distance[rank] + 1
                 ready.append(peer)
@@ -37,10 +37,10 @@ def hops(world_size: int, gone: set[int] = frozenset()) -> dict[int, int]:  # ty
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 16, 17, 18, 19, 33, 64, 100, 257, 1000, W, 4097])
-def test_a_rank_has_few_neighbours_and_is_theirs(world_size: int) -> None:
-    by_rank = [neighbours(rank, world_size) for rank in range(world_size)]
+def test_a_rank_has_few_neighbors_and_is_theirs(world_size: int) -> None:
+    by_rank = [neighbors(rank, world_size) for rank in range(world_size)]
     for rank, its in enumerate(by_rank):
-        assert len(set(its)) == len(its) == min(len(by_rank[0]), MAX_NEIGHBOURS)
+        assert len(set(its)) == len(its) == min(len(by_rank[0]), MAX_NEIGHBORS)
         assert rank not in its
         assert all(rank in by_rank[peer] for peer in its)
     assert max(hops(world_size).values()) <= (1 if world_size <= 13 else 8 if world_size <= W else 12)
@@ -51,7 +51,7 @@ def test_a_rank_has_few_neighbours_and_is_theirs(world_size: int) -> None:
 def test_the_rest_stays_connected_without_seven_ranks(world_size: int) -> None:
     rng = random.Random(0)
     for _ in range(30):
-        near = rng.sample(neighbours(rng.randrange(world_size), world_size), 7)  # what cuts off a rank soonest
+        near = rng.sample(neighbors(rng.randrange(world_size), world_size), 7)  # what cuts off a rank soonest
         for gone in (set(near), set(rng.sample(range(world_size), 7))):
             assert len(hops(world_size, gone)) == world_size - 7
 
@@ -91,7 +91,7 @@ class World:
     def kill(self, ranks: set[int]) -> None:
         self.lost |= ranks
         for rank in ranks:
-            for peer in neighbours(rank, W):
+            for peer in neighbors(rank, W):
                 self.post(rank, peer, None)
 
     def run(self) -> None:
@@ -103,7 +103,7 @@ class World:
 class Channel:
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
-        self.boxes: dict[int, deque[bytes | None]] = {peer: deque() for peer in neighbours(rank, W)}
+        self.boxes: dict[int, deque[bytes | None]] = {peer: deque() for peer in neighbors(rank, W)}
         self.last: dict[int, float] = {}
 
     def send_last(self, header: bytes) -> None:
@@ -119,13 +119,13 @@ class Channel:
         return header
 
 
-CHORDS = neighbours(0, W)
+CHORDS = neighbors(0, W)
 
 
 @pytest.mark.parametrize(
     "lost",
     [{0}, {0, CHORDS[0], CHORDS[5]}, set(CHORDS), set(range(0, W, 3))],
-    ids=["one", "three neighbours", "all of one rank's", "a third of all"],
+    ids=["one", "three neighbors", "all of one rank's", "a third of all"],
 )
 def test_every_survivor_hears_of_a_loss_within_a_second(lost: set[int]) -> None:
     world = World()
@@ -139,7 +139,7 @@ def test_every_survivor_hears_of_a_loss_within_a_second(lost: set[int]) -> None:
         assert found is not None
         assert found.rank in lost
         assert "it has closed the connection" in found.reason
-        assert world.num_messages[rank] <= MAX_NEIGHBOURS  # passes on once
+        assert world.num_messages[rank] <= MAX_NEIGHBORS  # passes on once
 
 
 def test_every_rank_hears_the_reason_of_one_that_fails() -> None:
@@ -180,7 +180,7 @@ def connected(world_size: int) -> tuple[list[SocketFailureDetector], list[socket
 
     def join(rank: int) -> sockets.SocketChannel:
         meeting = Meeting(store, rank, world_size, 20.0)
-        return sockets.SocketChannel(*sockets.connect(meeting, [neighbours(rank, world_size)]), 20.0)
+        return sockets.SocketChannel(*sockets.connect(meeting, [neighbors(rank, world_size)]), 20.0)
 
     with concurrent.futures.ThreadPoolExecutor(world_size) as threads:
         channels = list(threads.map(join, range(world_size)))
@@ -193,9 +193,9 @@ def connected(world_size: int) -> tuple[list[SocketFailureDetector], list[socket
 
 @pytest.mark.parametrize("world_size", [3, 17, 40])
 def test_over_sockets_too(world_size: int) -> None:
-    """A rank dies; later one hears of it before it fails itself. No more sockets than neighbours."""
+    """A rank dies; later one hears of it before it fails itself. No more sockets than neighbors."""
     detectors, channels = connected(world_size)
-    assert max(len(channel._sockets) for channel in channels) <= MAX_NEIGHBOURS
+    assert max(len(channel._sockets) for channel in channels) <= MAX_NEIGHBORS
     victim = world_size - 1
     began = time.monotonic()
     detectors[victim].close()
@@ -211,7 +211,7 @@ def test_over_sockets_too(world_size: int) -> None:
 
 
 def test_a_rank_that_does_not_fail_with_the_others_is_silent() -> None:
-    """Rank 2 of 20 is stopped. Its neighbours say so, and the ranks that are not its neighbours hear it."""
+    """Rank 2 of 20 is stopped. Its neighbors say so, and the ranks that are not its neighbors hear it."""
     detectors, _ = connected(20)
     others = [detector for detector in detectors if detector.rank != 2]
 

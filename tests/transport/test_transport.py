@@ -239,7 +239,7 @@ def test_headers_of_a_call_do_not_grow_with_the_number_of_ranks(monkeypatch: pyt
 
 @pytest.mark.parametrize("world_size", range(1, 40))
 def test_the_tree_of_headers_is_a_tree(world_size: int) -> None:
-    edges = {(rank, peer) for rank in range(world_size) for peer in agreement.tree_neighbours(rank, world_size)}
+    edges = {(rank, peer) for rank in range(world_size) for peer in agreement.tree_neighbors(rank, world_size)}
     assert edges == {(peer, rank) for rank, peer in edges}
     assert len(edges) == 2 * (world_size - 1)
     reached = {0}
@@ -274,7 +274,7 @@ def test_an_agreed_call_that_differs_anywhere_is_named_by_all_in_that_call(world
             mine = {**usual, name: others[name]} if transport.rank == odd else usual
             with pytest.raises(RingMismatchError) as caught, transport.agree(**mine):
                 pass
-            peer = odd if transport.rank != odd else min(agreement.tree_neighbours(odd, world_size))
+            peer = odd if transport.rank != odd else min(agreement.tree_neighbors(odd, world_size))
             values = (others[name], usual[name]) if transport.rank == odd else (usual[name], others[name])
             said = (
                 f"disagree on {fields[name]} in call {transport.num_calls} ({mine['op']}): rank {transport.rank} has "

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pool import Pool
 from ringtile import RingMismatchError
 from ringtile.transport import failures, shared_memory
-from ringtile.transport.agreement import Headers, Terms, tree_neighbours
+from ringtile.transport.agreement import Headers, Terms, tree_neighbors
 from ringtile.transport.groups import transport_of
 from test_transport import exchange
 
@@ -77,7 +77,7 @@ class Channel:
 
     def __init__(self, world: World, rank: int, world_size: int) -> None:
         self.world, self.rank, self.num_sent = world, rank, 0
-        self.boxes: dict[int, deque[bytes]] = {peer: deque() for peer in tree_neighbours(rank, world_size)}
+        self.boxes: dict[int, deque[bytes]] = {peer: deque() for peer in tree_neighbors(rank, world_size)}
         self.last: dict[int, float] = {}
 
     def send(self, header: bytes, peers: Collection[int]) -> None:
@@ -98,7 +98,7 @@ class Channel:
 
 def test_a_rank_of_1024_has_few_sockets() -> None:
     for rank in range(W):
-        assert len(tree_neighbours(rank, W)) + len(failures.neighbours(rank, W)) <= 16
+        assert len(tree_neighbors(rank, W)) + len(failures.neighbors(rank, W)) <= 16
 
 
 @pytest.mark.parametrize("late", [0, 5, 1023])

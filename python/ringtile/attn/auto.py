@@ -50,7 +50,7 @@ def candidates(hosts: tuple[int, ...]) -> list[str]:
 
 @functools.cache  # every call of a layer asks
 def usp_of_hosts(hosts: tuple[int, ...]) -> str:
-    """Return usp for the most neighbours that always share a host: ulysses within hosts, a ring between them."""
+    """Return usp for the most neighbors that always share a host: ulysses within hosts, a ring between them."""
     world_size = len(hosts)
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     within = [size for size in sizes if all(hosts[rank] == hosts[rank // size * size] for rank in range(world_size))]

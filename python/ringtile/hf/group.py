@@ -43,7 +43,7 @@ def accelerate_knows_groups(accelerator: Accelerator) -> bool:
 class ContextParallelGroup:
     """`size` ranks that share a sequence, this one among them.
 
-    They follow one another along the data-parallel dimension of a mesh (data, tensor): of tp_size neighbours, which
+    They follow one another along the data-parallel dimension of a mesh (data, tensor): of tp_size neighbors, which
     hold parts of the same weights, each is in a group of its own. The tp_size * size ranks that get the same batch are
     consecutive. Without tensor parallelism, a group is k * size .. (k + 1) * size - 1.
 

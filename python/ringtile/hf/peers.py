@@ -25,7 +25,7 @@ from ringtile.transport.failures import Loss
 from ringtile.transport.groups import transport_of
 from ringtile.transport.transport import Transport, reason_of
 
-_SEARCH_SECONDS = 1.25  # how long a rank waits for its neighbours to fail too, of the 2 s that its end may take
+_SEARCH_SECONDS = 1.25  # how long a rank waits for its neighbors to fail too, of the 2 s that its end may take
 _LEAVE_SECONDS = 5.0  # after which a rank that has raised, and is still there, tells those that wait for it
 
 

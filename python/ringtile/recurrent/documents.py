@@ -41,7 +41,7 @@ class StatePass(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Neighbouring tokens of a stretch that one call computes: documents, the first of which may go on from a state."""
+    """Neighboring tokens of a stretch that one call computes: documents, the first of which may go on from a state."""
 
     length: int
     seq_idx: Tensor  # int32 CPU (Bm or 1, length): as kernels.py takes it
@@ -67,7 +67,7 @@ class Walk(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """Local tokens that are neighbours in the sequence too."""
+    """Local tokens that are neighbors in the sequence too."""
 
     begin: int
     length: int
@@ -180,7 +180,7 @@ def message_bytes(forest: Forest, layout: Layout, state_bytes: int) -> dict[tupl
 
 
 def stretches_of(layout: Layout) -> list[tuple[int, int, int, int]]:
-    """Return (rank, global_begin, local_begin, length) of all ranks, in the order of the sequence; merge neighbours."""
+    """Return (rank, global_begin, local_begin, length) of all ranks, in the order of the sequence; merge neighbors."""
     stretches: list[tuple[int, int, int, int]] = []
     for rank, begin, stride, local_begin, length in sorted(layout.tensor.tolist(), key=lambda run: run[1]):
         if stride != 1 and length > 1:

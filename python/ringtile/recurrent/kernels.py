@@ -5,7 +5,7 @@
     selective_scan     S = exp(dt A) S + dt B x;  y = S C + D x, of each channel       (arXiv:2312.00752)
     causal_conv1d      y = act(bias + sum over i of weight[i] x_(t - width + 1 + i))
 
-seq_idx, int32 (B or 1, N), on the CPU: each token's document, as in mamba_ssm and causal_conv1d. Neighbouring tokens of
+seq_idx, int32 (B or 1, N), on the CPU: each token's document, as in mamba_ssm and causal_conv1d. Neighboring tokens of
 one number are of one document, and no other reaches them. A first document 0 goes on from the initial state, all others
 start from 0. Negative: padding, which is skipped: its numbers are not read, its output and gradients are 0. The final
 state is that after the last token. States are float32, or float64 for float64.

@@ -1,4 +1,4 @@
-"""All-to-all between tokens and heads (arXiv:2309.14509): M neighbours with their own tokens of all heads each become
+"""All-to-all between tokens and heads (arXiv:2309.14509): M neighbors with their own tokens of all heads each become
 M ranks with all their tokens of a share of the heads each, and back.
 
 Shape letters: B batch, N local tokens, Nq tokens of all M ranks, H heads, h heads of a share, R runs.
@@ -18,7 +18,7 @@ Rows = list[Run]  # global_begin: a row among the tokens of the group
 
 
 def join(layout: Layout, size: int) -> tuple[Layout, list[Rows]]:
-    """Return the layout of groups of `size` neighbours, and by rank where its tokens are among those of its group.
+    """Return the layout of groups of `size` neighbors, and by rank where its tokens are among those of its group.
 
     A group holds its tokens in global order, as far as that takes no more runs than its ranks have.
     """

@@ -359,7 +359,7 @@ class IntervalMask:
                 f"attention_mask holds {int(document.min())}; expected 0 for padding, numbers above for tokens"
             )
         mask = cls._of_documents(document.diff(dim=1) != 0, causal)
-        # Sorted by number, the tokens of a document must still be neighbours in the sequence.
+        # Sorted by number, the tokens of a document must still be neighbors in the sequence.
         number, position = document.sort(dim=1, stable=True)
         resumes = (number.diff(dim=1) == 0) & (position.diff(dim=1) != 1) & (number[:, 1:] > 0)
         if bool(resumes.any()):

@@ -120,7 +120,7 @@ class Noticing:
         if 0 <= num_tokens - sequence.layout.local_len(sequence.rank) <= 2 * (width - 1):
             raise self._told(
                 RefusedError(
-                    f"conv1d of width {width} along {num_tokens} tokens of this rank's, whose neighbours on other "
+                    f"conv1d of width {width} along {num_tokens} tokens of this rank's, whose neighbors on other "
                     "ranks it would not see; call ringtile.causal_conv1d"
                 )
             )

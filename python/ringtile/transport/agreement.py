@@ -6,8 +6,8 @@ kind: its number and, where they are given, a fingerprint of data and the number
 to. Headers travel beside the payloads, along the edges of a tree of the ranks, so that a rank has at most three
 connections for them, and sends at most six headers a call, whatever the number of ranks.
 
-A rank sends its header to its neighbours, compares theirs with it, and tells a neighbour that its side of the edge
-agrees as soon as its other neighbours have said so of theirs; when all of them have, all ranks agree.
+A rank sends its header to its neighbors, compares theirs with it, and tells a neighbor that its side of the edge
+agrees as soon as its other neighbors have said so of theirs; when all of them have, all ranks agree.
 
 - New terms: a rank waits for that before a payload travels.
 - Terms that all ranks have agreed on before: payloads start at once. On the CPU a rank waits for the others' headers
@@ -15,7 +15,7 @@ agrees as soon as its other neighbours have said so of theirs; when all of them 
   by then, so a later call raises the difference.
 
 A rank that finds a difference passes the header that differs on, instead of the word that its side agrees, and so does
-every rank that hears of it: whose header equals that of its neighbour gets one that differs from both. So each rank
+every rank that hears of it: whose header equals that of its neighbor gets one that differs from both. So each rank
 raises RingMismatchError, and each edge carries as many headers as if all had agreed: none belongs to a later call.
 Ranks agree on terms together, so terms that are new to one rank are new to all.
 """
@@ -93,8 +93,8 @@ class PeerGoneError(RuntimeError):
         self.reason = reason
 
 
-def tree_neighbours(rank: int, world_size: int) -> list[int]:
-    """Return the neighbours of a rank, at most three, in a tree of all ranks: two binary trees with joined roots."""
+def tree_neighbors(rank: int, world_size: int) -> list[int]:
+    """Return the neighbors of a rank, at most three, in a tree of all ranks: two binary trees with joined roots."""
     up = rank // 2 - 1 if rank > 1 else 1 - rank
     return [peer for peer in (up, 2 * rank + 2, 2 * rank + 3) if peer < world_size]
 
@@ -108,19 +108,19 @@ class _Sent:
     text: bytes
     runs_ahead: bool  # the host goes on without waiting for others
     refused: bool  # this rank does not make the call: the others hear why, and what they say does not matter
-    told: set[int] = field(default_factory=set)  # the neighbours that need no more from this rank
-    here: set[int] = field(default_factory=set)  # the neighbours that have come to this call
-    done: set[int] = field(default_factory=set)  # the neighbours that will say no more
+    told: set[int] = field(default_factory=set)  # the neighbors that need no more from this rank
+    here: set[int] = field(default_factory=set)  # the neighbors that have come to this call
+    done: set[int] = field(default_factory=set)  # the neighbors that will say no more
     others: dict[int, bytes] = field(default_factory=dict)  # by rank, texts that differ from this rank's
 
 
 class Headers:
-    """One rank's headers of all calls of a group. channel: to its neighbours in the tree."""
+    """One rank's headers of all calls of a group. channel: to its neighbors in the tree."""
 
     def __init__(self, rank: int, world_size: int, channel: SocketChannel) -> None:
         self._rank = rank
         self._channel = channel
-        self._neighbours = tree_neighbours(rank, world_size)
+        self._neighbors = tree_neighbors(rank, world_size)
         self._open: collections.deque[_Sent] = collections.deque()  # whose headers are not all compared, oldest first
 
     def send(self, op: str, call: int, text: bytes, *, runs_ahead: bool = False, refused: bool = False) -> None:
@@ -129,23 +129,23 @@ class Headers:
         if refused:
             self._differ(sent, self._rank, text)
         elif runs_ahead:
-            sent.told.update(self._neighbours)
-            self._channel.send(text + _END.pack(self._rank, _AHEAD), self._neighbours)
-        elif len(self._neighbours) == 1:
+            sent.told.update(self._neighbors)
+            self._channel.send(text + _END.pack(self._rank, _AHEAD), self._neighbors)
+        elif len(self._neighbors) == 1:
             self._pass_on(sent)
         else:
-            self._channel.send(text + _END.pack(self._rank, _HERE), self._neighbours)
+            self._channel.send(text + _END.pack(self._rank, _HERE), self._neighbors)
 
     def _pass_on(self, sent: _Sent) -> None:
-        """Tell each neighbour that this rank's side agrees, once all others have said so of theirs."""
-        for peer in self._neighbours:
-            if peer not in sent.told and all(other in sent.done for other in self._neighbours if other != peer):
+        """Tell each neighbor that this rank's side agrees, once all others have said so of theirs."""
+        for peer in self._neighbors:
+            if peer not in sent.told and all(other in sent.done for other in self._neighbors if other != peer):
                 sent.told.add(peer)
                 self._channel.send(sent.text + _END.pack(self._rank, _AGREES), (peer,))
 
     def _differ(self, sent: _Sent, rank: int, text: bytes) -> None:
-        """Tell the neighbours of a rank whose header differs; those whose side agrees are the ones that know."""
-        untold = [peer for peer in self._neighbours if peer not in sent.told]
+        """Tell the neighbors of a rank whose header differs; those whose side agrees are the ones that know."""
+        untold = [peer for peer in self._neighbors if peer not in sent.told]
         sent.told.update(untold)
         self._channel.send(text + _END.pack(rank, _DIFFERS), untold)
 
@@ -157,7 +157,7 @@ class Headers:
         overtime = False
         while self._open:
             arrived, sent = self._read(), self._open[0]
-            missing = [peer for peer in self._neighbours if peer not in sent.done]
+            missing = [peer for peer in self._neighbors if peer not in sent.done]
             if not missing:
                 self._open.popleft()
                 if sent.others:
@@ -177,9 +177,9 @@ class Headers:
     def _read(self) -> bool:
         """Take in what has arrived, and answer it; return whether there was anything."""
         arrived = False
-        nothing_came: set[int] = set()  # of these neighbours, so what comes later belongs to no later call
+        nothing_came: set[int] = set()  # of these neighbors, so what comes later belongs to no later call
         for sent in self._open:
-            for peer in self._neighbours:
+            for peer in self._neighbors:
                 while peer not in sent.done and peer not in nothing_came:
                     if (header := self._channel.receive(peer)) is None:
                         nothing_came.add(peer)
@@ -214,13 +214,13 @@ class Headers:
         return RingMismatchError(describe_difference(self._rank, mine, peer, theirs, sent.call, sent.op))
 
     def _break(self, mismatch: RingMismatchError) -> RingMismatchError:
-        """Tell the neighbours of a difference in a call that a rank has gone on with; they tell theirs."""
+        """Tell the neighbors of a difference in a call that a rank has gone on with; they tell theirs."""
         mismatch.breaks_group = True
         self.announce(str(mismatch))
         return mismatch
 
     def announce(self, reason: str, lost: int | None = None) -> None:
-        """Tell the neighbours, in place of the next header, why the group is broken. lost: the rank, if one is."""
+        """Tell the neighbors, in place of the next header, why the group is broken. lost: the rank, if one is."""
         self._channel.send_last(announcement(reason, lost))
 
     def close(self) -> None:

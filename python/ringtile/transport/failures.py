@@ -1,11 +1,11 @@
-"""Which of many ranks was lost: each rank watches a few neighbours, and passes the first notice of a loss on to them.
+"""Which of many ranks was lost: each rank watches a few neighbors, and passes the first notice of a loss on to them.
 
-A connection carries nothing while all is well. The neighbours of a rank that dies see its connections end; a rank that
-fails says why. A notice travels from neighbour to neighbour, so every rank gets it within a few hops, and a rank needs
-at most MAX_NEIGHBOURS connections in a world of any size. A thread passes notices on, whatever the rank itself does.
+A connection carries nothing while all is well. The neighbors of a rank that dies see its connections end; a rank that
+fails says why. A notice travels from neighbor to neighbor, so every rank gets it within a few hops, and a rank needs
+at most MAX_NEIGHBORS connections in a world of any size. A thread passes notices on, whatever the rank itself does.
 
 If ranks are lost together, the others still get a notice: survivors that are cut off from the rest have lost
-neighbours themselves. They may then name different ones of the lost ranks.
+neighbors themselves. They may then name different ones of the lost ranks.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import NamedTuple
 from ringtile.transport.agreement import HEADER_BYTES, PeerGoneError, in_header
 from ringtile.transport.sockets import SocketChannel
 
-MAX_NEIGHBOURS = 12
-_RELAY_SECONDS = 0.5  # how long a rank whose own neighbours are there waits for notices of others
+MAX_NEIGHBORS = 12
+_RELAY_SECONDS = 0.5  # how long a rank whose own neighbors are there waits for notices of others
 _NOBODY = -1
 _FOR_EVER = -1  # the period of a notice that a connection has ended
 
 
-def neighbours(rank: int, world_size: int) -> list[int]:
+def neighbors(rank: int, world_size: int) -> list[int]:
     """Return the ranks that a rank is connected to, and they to it: all others, or those at six distances both ways.
 
     The distances grow from 1 to world_size / 2 by one factor, so a notice takes few hops (8 among 1,024 ranks). A
-    connected graph in which all ranks are alike and have d neighbours stays connected without any (2 d - 1) / 3 of
+    connected graph in which all ranks are alike and have d neighbors stays connected without any (2 d - 1) / 3 of
     them: here d >= 11, so without any 7.
     """
-    if world_size - 1 <= MAX_NEIGHBOURS:
+    if world_size - 1 <= MAX_NEIGHBORS:
         return [peer for peer in range(world_size) if peer != rank]
-    num_distances, distances = MAX_NEIGHBOURS // 2, [0]
+    num_distances, distances = MAX_NEIGHBORS // 2, [0]
     for i in range(num_distances):
         distances.append(max(distances[-1] + 1, round((world_size // 2) ** (i / (num_distances - 1)))))
     return sorted({(rank + way * distance) % world_size for distance in distances[1:] for way in (-1, 1)})
@@ -70,30 +70,30 @@ class FailureDetector:
     """One rank's part: what it has heard, and what it passes on. This class itself has no connections.
 
     period: how often this rank has failed and then begun work again. Ranks fail together, so all of them count alike;
-    notices of an earlier period count no more. hear_left: called when a neighbour says in this one that it has left.
+    notices of an earlier period count no more. hear_left: called when a neighbor says in this one that it has left.
     """
 
-    def __init__(self, rank: int, world_size: int = 1, neighbours: Sequence[int] = ()) -> None:
+    def __init__(self, rank: int, world_size: int = 1, neighbors: Sequence[int] = ()) -> None:
         self.rank = rank
         self.period = 0
-        self.neighbours = neighbours
-        self._knows_all = len(neighbours) == world_size - 1
+        self.neighbors = neighbors
+        self._knows_all = len(neighbors) == world_size - 1
         self.hear_left: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._notices: dict[int, Notice] = {}  # the first of a loss by period, in the order in which they came
-        self._spoke: dict[int, int] = {}  # by neighbour, the last period in which it has failed too
-        self._ended: dict[int, str] = {}  # by neighbour whose connection has ended, how
+        self._spoke: dict[int, int] = {}  # by neighbor, the last period in which it has failed too
+        self._ended: dict[int, str] = {}  # by neighbor whose connection has ended, how
 
     def _send(self, notice: Notice) -> None:
-        """Send it to every neighbour that can still be reached, at once or not at all."""
+        """Send it to every neighbor that can still be reached, at once or not at all."""
 
     def close(self) -> None:
-        """End the connections; the neighbours see that."""
+        """End the connections; the neighbors see that."""
 
     # ---- what arrives ---------------------------------------------------------------------------
 
     def hear(self, peer: int, notice: Notice) -> None:
-        """Take in what a neighbour says."""
+        """Take in what a neighbor says."""
         with self._changed:
             if notice.by == peer and notice.period != _FOR_EVER:
                 self._spoke[peer] = notice.period
@@ -105,7 +105,7 @@ class FailureDetector:
             self.hear_left()
 
     def hear_end(self, peer: int, reason: str) -> None:
-        """Take in that a neighbour's connection has ended."""
+        """Take in that a neighbor's connection has ended."""
         notice = Notice(self.rank, _FOR_EVER, peer, reason)
         with self._changed:
             self._ended[peer] = reason
@@ -133,7 +133,7 @@ class FailureDetector:
         self._send(notice)
 
     def find(self, suspect: Loss | None, cause: str, seconds: float) -> Loss | None:
-        """Return who was lost, after `fail`: by the first notice, else a neighbour that after so long has not failed.
+        """Return who was lost, after `fail`: by the first notice, else a neighbor that after so long has not failed.
 
         suspect: who is lost if nothing is heard. cause: what failed here. None: all ranks seem to be there.
         """
@@ -141,7 +141,7 @@ class FailureDetector:
         suspects = suspect is not None
         with self._changed:
             while (lost := self._heard()) is None:
-                silent = [peer for peer in self.neighbours if self._spoke.get(peer) != self.period]
+                silent = [peer for peer in self.neighbors if self._spoke.get(peer) != self.period]
                 if silent and suspect is not None and self._spoke.get(suspect.rank) == self.period:
                     suspect = None  # it waits, too
                 left = deadline - time.monotonic()
@@ -172,20 +172,20 @@ class FailureDetector:
 
 
 class SocketFailureDetector(FailureDetector):
-    """Over sockets. channel: to the neighbours."""
+    """Over sockets. channel: to the neighbors."""
 
     def __init__(self, rank: int, world_size: int, channel: SocketChannel) -> None:
-        super().__init__(rank, world_size, neighbours(rank, world_size))
+        super().__init__(rank, world_size, neighbors(rank, world_size))
         self._channel = channel
         self._listener = threading.Thread(target=self._listen, name="ringtile failures", daemon=True)
         self._closing = False
 
     def listen(self) -> None:
-        """Start the thread that reads what the neighbours send, and passes it on."""
+        """Start the thread that reads what the neighbors send, and passes it on."""
         self._listener.start()
 
     def _listen(self) -> None:
-        while not self._closing and (listening := [peer for peer in self.neighbours if peer not in self._ended]):
+        while not self._closing and (listening := [peer for peer in self.neighbors if peer not in self._ended]):
             with contextlib.suppress(PeerGoneError):
                 self._channel.wait(listening, 3600.0)
             for peer in listening:
@@ -193,7 +193,7 @@ class SocketFailureDetector(FailureDetector):
                     self.read(peer)
 
     def read(self, peer: int) -> None:
-        """Take in all that a neighbour has sent."""
+        """Take in all that a neighbor has sent."""
         try:
             while (notice := self._channel.receive(peer)) is not None:
                 with contextlib.suppress(TypeError, ValueError):

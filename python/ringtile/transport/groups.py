@@ -21,8 +21,8 @@ from torch.distributed.distributed_c10d import GroupName, _get_process_group_sto
 
 from ringtile.errors import InputError, shown
 from ringtile.transport import shared_memory, sockets
-from ringtile.transport.agreement import HANG_UP_TAG, Headers, tree_neighbours
-from ringtile.transport.failures import SocketFailureDetector, neighbours
+from ringtile.transport.agreement import HANG_UP_TAG, Headers, tree_neighbors
+from ringtile.transport.failures import SocketFailureDetector, neighbors
 from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld, loopback_groups
 from ringtile.transport.shared_memory import SharedMemory
 from ringtile.transport.sockets import Meeting, SocketChannel, StoreChannel
@@ -151,12 +151,12 @@ class ProcessGroupTransport(Transport):
         joint: Any = _get_process_group_store(group)
         store = joint.clone()  # a connection of its own, on which others do not wait
         meeting = Meeting(store, rank, world_size, seconds, token=shared_memory.token_of_segment())
-        self.hosts, tree = meeting.hosts, tree_neighbours(rank, world_size)
+        self.hosts, tree = meeting.hosts, tree_neighbors(rank, world_size)
         if not self._carries_cpu:
             channel = StoreChannel(meeting.store, rank, tree, seconds)
             weakref.finalize(self, channel.close)
             return Headers(rank, world_size, channel)
-        wires = [tree, neighbours(rank, world_size), shared_memory.peers_of(meeting)]
+        wires = [tree, neighbors(rank, world_size), shared_memory.peers_of(meeting)]
         headers, news, links = sockets.connect(meeting, wires)
         self._shared = shared_memory.share(meeting, links)
         self.detector = detector = SocketFailureDetector(rank, world_size, SocketChannel(news, seconds))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringtile.errors import InputError, PeerLostError
-from ringtile.transport.agreement import Headers, tree_neighbours
+from ringtile.transport.agreement import Headers, tree_neighbors
 from ringtile.transport.failures import FailureDetector, Notice
 from ringtile.transport.sockets import SocketChannel
 from ringtile.transport.transport import Transport, Work
@@ -61,11 +61,11 @@ class _LoopbackDetector(FailureDetector):
         self._hall = hall
 
     def _send(self, notice: Notice) -> None:
-        for peer in self.neighbours:
+        for peer in self.neighbors:
             self._hall[peer].hear(self.rank, notice)
 
     def close(self) -> None:
-        for peer in self.neighbours:
+        for peer in self.neighbors:
             self._hall[peer].hear_end(self.rank, _GONE)
 
 
@@ -82,7 +82,7 @@ class Hall:
         ends: list[dict[int, socket.socket]] = [{} for _ in range(world_size)]
         for rank in range(world_size):
             self.detectors.append(_LoopbackDetector(rank, world_size, self.detectors))
-            for peer in tree_neighbours(rank, world_size):
+            for peer in tree_neighbors(rank, world_size):
                 if peer > rank:
                     ends[rank][peer], ends[peer][rank] = socket.socketpair()
         self.channels = [SocketChannel(each, timeout_seconds) for each in ends]

@@ -82,7 +82,7 @@ class Transport(abc.ABC):
     rank, world_size: of this group. bytes_sent: payload sent so far, in bytes; headers do not count. num_calls: the
     calls made so far. wait_seconds: how long the host has waited for headers and payloads so far; on a GPU only a
     stream waits for payloads. hosts: by rank its host, numbered by its first rank, from the first call on. detector:
-    watches the other ranks, from the first call on; over NCCL alone it has no neighbours.
+    watches the other ranks, from the first call on; over NCCL alone it has no neighbors.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -213,7 +213,7 @@ class Transport(abc.ABC):
         ) from self._failure
 
     def _send_header(self, op: str, header: bytes, **options: bool) -> None:
-        """Send it to the neighbours. options: as of `Headers.send`."""
+        """Send it to the neighbors. options: as of `Headers.send`."""
         with Naming(self, (), self._place("the header")):
             if self._headers is None:
                 self._headers = self._connect()
