@@ -220,12 +220,6 @@ def _run_shard(switched, batch=None):
         return switched(**local)
 
 
-def test_the_environment_chooses_the_kernel_of_a_trainer(monkeypatch):
-    monkeypatch.setattr(attention, "_KERNEL", "none")  # of RINGTILE_ATTENTION_KERNEL, which is read once
-    with pytest.raises(ringtile.InputError, match="attention_kernel is 'none'; expected one of auto, ringtile, aten"):
-        _run_shard(_on_ringtile(tiny_model())[0])
-
-
 def test_layer_that_is_computed_again_without_its_batch_is_refused():
     """A checkpoint that ringtile has not seen, since it was set inside the forward pass."""
     switched, _ = _on_ringtile(tiny_model())

@@ -26,13 +26,13 @@ def _attention_kernels(config):
         asked.add(options["attention_kernel"])
         return ring_attention(*arguments, **options)
 
-    with patch.object(attention, "ring_attention", spy):
+    with patch.object(attention, "ring_attention", spy), patch.object(attention, "_KERNEL", "ringtile"):
         train(config, max_steps=1, evaluate=False)
     return asked
 
 
-def test_attention_kernel_of_the_configuration_reaches_the_ring():
-    assert run_ranks(2, _attention_kernels, {"context_parallel_size": 2, "attention_kernel": "auto"}) == [{"auto"}] * 2
+def test_attention_kernel_of_the_environment_reaches_the_ring():
+    assert run_ranks(2, _attention_kernels, CONFIG) == [{"ringtile"}] * 2
 
 
 TILED = {**CONFIG, "tiled_mlp": True, "tiled_loss": True, "tile_tokens": 7}

@@ -18,12 +18,12 @@ import torch
 from hf_models import hybrid, tiny_model
 from hf_training import PROOF, make_trainer
 from pool import run_ranks
-from ringtile.hf import loss
+from ringtile.hf import attention, loss
 from simulated_gpu import CUDA, SimulatedGpu
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-CONFIG = {"context_parallel_size": 2, "tiled_mlp": True, "tiled_loss": True, "attention_kernel": "ringtile"}
+CONFIG = {"context_parallel_size": 2, "tiled_mlp": True, "tiled_loss": True}
 MODELS = ["llama", "qwen3-moe", pytest.param("qwen3_next", marks=pytest.mark.long)]
 SHORT, LONG = 128, 512  # tokens of a row; of each of a rank's two runs, 32 and 128
 ROTATION = 16  # elements: models multiply positions by frequencies, of half a head, in float32
@@ -59,6 +59,7 @@ def enabled(family: str, dtype: torch.dtype, gpu: SimulatedGpu | None) -> Iterat
     device = torch.device("cpu") if gpu is None else CUDA
     with (
         mock.patch.object(TrainingArguments, "device", property(lambda self: device)),
+        mock.patch.object(attention, "_KERNEL", "ringtile"),
         mock.patch.object(loss, "check_training_model"),  # no engine: its work is not ringtile's
     ):
         if gpu is not None:
