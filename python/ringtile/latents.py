@@ -25,7 +25,7 @@ class Latents:
     block, and again in the backward, which sums the gradients of its parameters over the blocks in float32 (float64 for
     float64 ones). forward: called as forward(module, k, v), if the module's own is another one.
 
-    Made for one call: autocast, and which parameters are trained, are as they were then.
+    Autocast, and which parameters are trained, are as they were when it was made.
 
     InputError: module is none, a number is no whole number, or a parameter was freed.
     """

@@ -153,6 +153,32 @@ def test_heads_travel_where_blocks_might_differ_or_a_user_wants_them(case: str) 
         assert sent == 4 * of_latents  # heads of 80 numbers in place of 20
 
 
+def _made_latents() -> float:
+    """How many for each layer a training of two steps makes, in each of which it runs twice; also where another weight
+    is trained, and under autocast."""
+    enter_world()
+    trainer = make_trainer(**TINY(), **STEPS, **KEPT, max_steps=2, collator=_tokens)
+    ringtile.enable(trainer, {"context_parallel_size": 2, "first_batch_check": False})
+    with mock.patch.object(latents, "Latents", wraps=latents.Latents) as made_of_layers:
+        trainer.train()
+        trained = made_of_layers.call_count / trainer.model.config.num_hidden_layers
+        model: Any = trainer.model
+        layer = next(module for module in model.modules() if isinstance(module, DeepseekV3Attention))
+        before = latents._latents_of(layer, layer.expand_kv)
+        assert latents._latents_of(layer, layer.expand_kv) is before
+        layer.kv_b_proj.requires_grad_(requires_grad=False)
+        frozen = latents._latents_of(layer, layer.expand_kv)
+        assert (len(before.weights), len(frozen.weights)) == (1, 0)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert latents._latents_of(layer, layer.expand_kv)._replay.autocast["enabled"]
+    ringtile.restore(trainer)
+    return trained
+
+
+def test_a_layer_makes_its_latents_once() -> None:
+    assert run_ranks(2, _made_latents) == [1, 1]
+
+
 # ---- every family ---------------------------------------------------------------------------------
 
 FAMILIES = [name.removeprefix("modeling_") for name, text in sources().items() if "def expand_kv" in text]

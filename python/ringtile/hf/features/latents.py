@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -54,10 +55,24 @@ def _hand_on(expand_kv: Callable[..., tuple[Tensor, Tensor]], kv_nope: Tensor, k
     layer: Any = expand_kv.__self__  # type: ignore[attr-defined]
     if batch is None or batch.sequence.world_size == 1 or not is_known(layer.kv_b_proj):
         return expand_kv(kv_nope, k_rot)
-    expand = Latents(_ExpandKV(layer, expand_kv.__func__), layer.num_heads, layer.v_head_dim)  # type: ignore[attr-defined]
     value = k_rot[..., :0]
-    setattr(value, LATENTS, (kv_nope, k_rot, expand))
+    setattr(value, LATENTS, (kv_nope, k_rot, _latents_of(layer, expand_kv)))
     return kv_nope, value
+
+
+_made: WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Latents]] = WeakKeyDictionary()
+
+
+def _latents_of(layer: Any, expand_kv: Callable[..., tuple[Tensor, Tensor]]) -> Latents:
+    """Those of a layer: made again where another weight is there or trained, or autocast is another."""
+    held = [layer.kv_b_proj, *layer.kv_b_proj.parameters()]
+    device = held[1].device.type
+    autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    now = (*autocast, *map(id, held), *(weight.requires_grad for weight in held[1:]))
+    if (known := _made.get(layer)) is None or known[0] != now:
+        module = _ExpandKV(layer, expand_kv.__func__)  # type: ignore[attr-defined]
+        known = _made[layer] = now, Latents(module, layer.num_heads, layer.v_head_dim)
+    return known[1]
 
 
 def is_known(projection: nn.Module) -> bool:
