@@ -157,7 +157,7 @@ def _chosen(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float
 ) -> Iterator[tuple[int, slice, Tensor, Tensor, Tensor, Tensor]]:
     """A few queries after the other, n of batch b: b, their slice, rows of keys (n, I), scores (n, G, R, I), which are
-    -inf without a key, and what was gathered: keys (n, I, G, D), values (n, I, G, Dv)."""
+    -inf without a key, and what was gathered: keys (n, I, G, D), values (n, I, G, Dv). I: the most that any has."""
     (B, N, H, D), (_, K, G, _), count, state = q.shape, k.shape, indices.size(2), _state(q)
     num_queries = max(1, BLOCK_NUMBERS // max(1, count * G * (D + v.size(3))))
     for b in range(B if K and count else 0):
@@ -165,7 +165,9 @@ def _chosen(
             tokens = slice(first, min(N, first + num_queries))
             at = indices[b, tokens].long()
             there = (at >= 0) & (at < K)
-            at = at.masked_fill(~there, 0)
+            most = int(there.sum(1).max())  # a block of a ring holds few of them
+            there, order = there.sort(dim=1, descending=True, stable=True)
+            there, at = there[:, :most], at.gather(1, order[:, :most]).masked_fill(~there[:, :most], 0)
             keys, values = k[b][at].to(state), v[b][at].to(state)
             x = q[b, tokens].to(state).view(-1, G, H // G, D)
             scores = scale * torch.einsum("ngrd,nigd->ngri", x, keys)

@@ -5,6 +5,7 @@ Shape letters: B batch, S global tokens, H heads, G kv heads, D head dim, Dv val
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -12,11 +13,23 @@ import torch
 from attention_calls import FLOAT64_TOLERANCE, MASKS, layout_of, problem
 from counting import Counting
 from oracle import dense_attention
-from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, ShardedSequence, ops, torch_ops
+from ringtile import (
+    AttentionDropout,
+    InputError,
+    IntervalMask,
+    Layout,
+    LoopbackWorld,
+    RefusedError,
+    ShardedSequence,
+    ops,
+    ring_attention,
+    torch_ops,
+)
 from ringtile.attn import indexed
-from ringtile.attn.indexed import choose_keys, indexed_attention
+from ringtile.attn.indexed import choose_keys
 from strategies import dense
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 ONE_SIDED = [name for name in MASKS if name != "tree"]
 LAYOUTS = ("contiguous", "zigzag", "balanced", "uneven")
@@ -103,15 +116,17 @@ def test_attention_is_the_dense_one_over_the_chosen_keys(name: str, layout: str)
         wanted = [x.clone().requires_grad_() for x in given]
         expected = dense_attention(*wanted[:3], attend, None, 0.0, *wanted[3:])[0]
         gradients = torch.autograd.grad(expected, wanted, p.dout)
-        for world_size in (1, 2, 3, 4):
+        for world_size, scheme in ((1, "ring"), (2, "all_gather"), (2, "ulysses"), (3, "ring"), (4, "auto")):
             made = layout_of(layout, mask, world_size)
 
-            def rank(group: object, made: Layout = made, sinks: Tensor | None = sinks) -> list[Tensor]:
-                sequence = ShardedSequence(mask, made, group)  # type: ignore[arg-type]
+            def rank(
+                group: object, made: Layout = made, scheme: str = scheme, sinks: Tensor | None = sinks
+            ) -> list[Tensor]:
+                sequence = ShardedSequence(mask, made, group, scheme=scheme)  # type: ignore[arg-type]
                 leaves = [sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v)]
                 own = [] if sinks is None else [sinks.clone().requires_grad_()]
                 local = choose_keys(*(sequence.shard(x, 1) for x in indexer(2)), sequence, 6)
-                out = indexed_attention(*leaves, local, sequence, sinks=own[0] if own else None)
+                out = ring_attention(*leaves, sequence, indices=local, sinks=own[0] if own else None)
                 (*of_leaves,) = torch.autograd.grad(out, leaves + own, sequence.shard(p.dout, 1))
                 whole = [sequence.unshard(x, 1) for x in (out, *of_leaves[:3])]
                 return [x.detach() for x in (*whole, *of_leaves[3:])]
@@ -120,6 +135,46 @@ def test_attention_is_the_dense_one_over_the_chosen_keys(name: str, layout: str)
             got = [*of_ranks[0][:4], *([sum(each[4] for each in of_ranks)] if sinks is not None else [])]
             for x, y in zip(got, [expected, *gradients], strict=True):
                 torch.testing.assert_close(x, y.detach(), rtol=0, atol=FLOAT64_TOLERANCE)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_index_is_a_key_that_the_mask_allows_and_counts_as_often_as_it_comes(world_size: int) -> None:
+    p, mask = problem(), MASKS["documents"]
+    indices = torch.randint(-3, 51, (1, 48, 9), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    known = torch.where((indices < 0) | (indices > 47), 48, indices).long()
+    times = torch.zeros(1, 48, 49, dtype=torch.float64).scatter_add_(-1, known, torch.ones(1, 48, 9).double())[..., :48]
+    scores = torch.einsum("bshd,bthd->bhst", p.q, p.k.repeat_interleave(p.q.size(2) // p.k.size(2), 2))
+    weights = (scores * p.q.size(3) ** -0.5).exp() * (times * dense(mask))[:, None]
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300)
+    expected = torch.einsum("bhst,bthd->bshd", weights, p.v.repeat_interleave(p.q.size(2) // p.v.size(2), 2))
+
+    def rank(group: object) -> Tensor:
+        sequence = ShardedSequence(mask, Layout.zigzag(48, world_size), group)  # type: ignore[arg-type]
+        local = [sequence.shard(x, 1) for x in (p.q, p.k, p.v)]
+        return sequence.unshard(ring_attention(*local, sequence, indices=sequence.shard(indices, 1)), 1)
+
+    found = LoopbackWorld(world_size).run(rank)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=FLOAT64_TOLERANCE)
+
+
+def test_a_checkpointed_layer_holds_no_indices() -> None:
+    """Between the passes; and what it keeps of attention is what it computed."""
+    p, held = problem(), []
+    sequence = ShardedSequence(MASKS["causal"], Layout.contiguous(48, 1))
+
+    def layer(q: Tensor) -> Tensor:
+        indices = choose_keys(*indexer(), sequence, 6)
+        held.append(weakref.ref(indices))
+        out: Tensor = ring_attention(q, p.k, p.v, sequence, indices=indices)
+        return out
+
+    q = p.q.clone().requires_grad_()
+    out = checkpoint(layer, q, use_reentrant=False)
+    assert [each() for each in held] == [None]
+    out.backward(p.dout)
+    (expected,) = torch.autograd.grad(layer(q), q, p.dout)
+    assert q.grad is not None
+    assert torch.equal(q.grad, expected)
 
 
 def test_another_document_moves_no_bit() -> None:
@@ -136,7 +191,7 @@ def test_another_document_moves_no_bit() -> None:
             sequence = ShardedSequence(mask, layout, group)  # type: ignore[arg-type]
             leaves = [sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v)]
             local = choose_keys(*(sequence.shard(x, 1) for x in of), sequence, 6)
-            out = indexed_attention(*leaves, local, sequence)
+            out = ring_attention(*leaves, sequence, indices=local)
             grads = torch.autograd.grad(out, leaves, sequence.shard(p.dout, 1))
             return [sequence.unshard(x.detach(), 1) for x in (local, out, *grads)]
 
@@ -158,7 +213,7 @@ def test_no_tensor_is_as_large_as_the_scores() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_ops, "BLOCK_NUMBERS", 1 << 14)
         with Counting() as counted:
-            out = indexed_attention(*leaves, choose_keys(*of, sequence, count), sequence)
+            out = ring_attention(*leaves, sequence, indices=choose_keys(*of, sequence, count))
             out.sum().backward()
     assert counted.largest <= seq_len * count < seq_len**2 / 16
 
@@ -183,11 +238,22 @@ def test_what_it_refuses() -> None:
     for q, given, message in (
         (p.q, indices.long(), r"indices are torch.int64 \(1, 48, 3\); expected int32 \(1, 48, I\)"),
         (p.q, indices[:, 1:], "indices are"),
-        (p.q[:, 1:], indices, "rows and local tokens"),
-        (p.q.float(), indices, "k has dtype"),
+        (p.q, 3, "indices is a int; expected a tensor"),
     ):
         with pytest.raises(InputError, match=message):
-            indexed_attention(q, p.k, p.v, given, sequence)
+            ring_attention(q, p.k, p.v, sequence, indices=given)
     tree = ShardedSequence(MASKS["tree"], Layout.contiguous(48, 1))
+    drop = AttentionDropout(0.5, torch.zeros(1, dtype=torch.int64), 1)
+    for of, beside, message in (
+        (sequence, {"softcap": 2.0}, "indices come with softcap; expected indices without"),
+        (sequence, {"dropout": drop}, "indices come with dropout"),
+        (tree, {}, "indices come with a mask with two sides"),
+        (sequence, {"attention_kernel": "aten"}, "attends all keys of a mask, not those that indices choose"),
+    ):
+        with pytest.raises(RefusedError, match=message):
+            ring_attention(p.q, p.k, p.v, of, indices=indices, **beside)
+    attend = torch.compile(ring_attention, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"got indices under torch.compile; expected a call outside of it"):
+        attend(p.q, p.k, p.v, sequence, indices=indices)
     with pytest.raises(InputError, match="the mask has two sides"):
         choose_keys(*indexer(), tree, 3)

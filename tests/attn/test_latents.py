@@ -63,11 +63,11 @@ def problem(dtype: torch.dtype = torch.float64, batch: int = 2, seq_len: int = 4
     return Problem(*(torch.randn((batch, seq_len, *shape), generator=generator).to(dtype) for shape in shapes))
 
 
-def exact(p: Problem, mask: IntervalMask) -> list[Tensor]:
-    """out, dq, dlatent, drope and the gradient of the weight, in float64."""
+def exact(p: Problem, attend: Tensor) -> list[Tensor]:
+    """out, dq, dlatent, drope and the gradient of the weight, in float64. attend: bool (B or 1, S, S)."""
     expand = Expand(p.q.dtype).double()
     leaves = [x.double().clone().requires_grad_() for x in p[:3]]
-    out, _ = dense_attention(leaves[0], *expand(*leaves[1:]), dense(mask))
+    out, _ = dense_attention(leaves[0], *expand(*leaves[1:]), attend)
     return [out.detach(), *torch.autograd.grad(out, [*leaves, expand.up.weight], p.dout.double())]
 
 
@@ -107,17 +107,40 @@ SCHEMES = {1: ["ring"], 2: ["ring", "all_gather", "ulysses"], 3: ["ring", "all_g
 @pytest.mark.parametrize("name", MASKS)
 def test_expanded_blocks_are_what_one_process_expands(name: str, layout: str) -> None:
     mask, p = MASKS[name], problem()
-    expected = exact(p, mask)
+    expected = exact(p, dense(mask))
     for world_size, schemes in SCHEMES.items():
         for scheme in schemes:
             found = run(p, mask, layout_of(layout, mask, world_size), scheme)
             assert_close(found, expected, FLOAT64_TOLERANCE)
 
 
+CHOSEN = torch.randint(0, 48, (2, 48, 7), generator=torch.Generator().manual_seed(2), dtype=torch.int32).sort(-1).values
+CHOSEN[..., 1:][CHOSEN.diff(dim=-1) == 0] = -1  # none twice
+
+
+def attend_chosen(q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSequence, module: Expand) -> Tensor:
+    of_ring = {"expand": Latents(module, H, DV), "indices": sequence.shard(CHOSEN, 1)}
+    out: Tensor = ring_attention(q, latent, rope, sequence, **of_ring)
+    return out
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced", "uneven"])
+@pytest.mark.parametrize("name", ["causal", "documents", "padding"])
+def test_chosen_keys_are_made_of_latents(name: str, layout: str) -> None:
+    mask, p = MASKS[name], problem()
+    known = CHOSEN.long().masked_fill(CHOSEN < 0, 48)
+    chosen = torch.zeros(2, 48, 49, dtype=torch.bool).scatter(-1, known, value=True)[..., :-1]
+    expected = exact(p, chosen & dense(mask))
+    for world_size, schemes in SCHEMES.items():
+        for scheme in schemes:
+            found = run(p, mask, layout_of(layout, mask, world_size), scheme, attend_chosen)
+            assert_close(found, expected, FLOAT64_TOLERANCE)
+
+
 def test_float32_is_as_one_process_to_its_rounding() -> None:
     """1e-6 of the largest: sums of at most 96 tokens and 4 heads, in another order."""
     mask, p = MASKS["documents"], problem(torch.float32)
-    assert_close(run(p, mask, Layout.zigzag(48, 4)), exact(p, mask), 1e-6)
+    assert_close(run(p, mask, Layout.zigzag(48, 4)), exact(p, dense(mask)), 1e-6)
 
 
 def test_the_gradient_of_the_weight_is_rounded_once() -> None:
@@ -145,7 +168,7 @@ def test_a_checkpoint_expands_again(reentrant: bool) -> None:
         out: Tensor = checkpoint(attend, *args, use_reentrant=reentrant)
         return out
 
-    assert_close(run(p, mask, Layout.zigzag(48, 2), use=use), exact(p, mask), FLOAT64_TOLERANCE)
+    assert_close(run(p, mask, Layout.zigzag(48, 2), use=use), exact(p, dense(mask)), FLOAT64_TOLERANCE)
 
 
 def test_under_autocast_the_backward_casts_as_the_forward_did() -> None:
@@ -165,7 +188,15 @@ def test_under_autocast_the_backward_casts_as_the_forward_did() -> None:
 # ---- bytes ----------------------------------------------------------------------------------------
 
 
-def sent(mask: IntervalMask, layout: Layout, scheme: str, heads: int, sizes: tuple[int, int, int], rope: int) -> Any:
+def sent(
+    mask: IntervalMask,
+    layout: Layout,
+    scheme: str,
+    heads: int,
+    sizes: tuple[int, int, int],
+    rope: int,
+    indices: Tensor | None = None,
+) -> Any:
     """By rank, the bytes sent forward and backward; and the whole plan."""
     dim, v_dim = sizes[1] + rope, sizes[2]
 
@@ -173,7 +204,8 @@ def sent(mask: IntervalMask, layout: Layout, scheme: str, heads: int, sizes: tup
         sequence = ShardedSequence(mask, layout, group, scheme=scheme)
         tokens, module = (1, sequence.local_len), Expand(torch.float32, heads, sizes)
         leaves = [torch.randn(*tokens, *size) for size in ((heads, dim), (1, sizes[0]), (1, rope))]
-        out = ring_attention(*leaves, sequence, expand=Latents(module, heads, v_dim))
+        chosen = None if indices is None else sequence.shard(indices, 1)
+        out = ring_attention(*leaves, sequence, expand=Latents(module, heads, v_dim), indices=chosen)
         forward = group.transport.bytes_sent
         out.sum().backward()
         return forward, group.transport.bytes_sent - forward
@@ -187,11 +219,12 @@ def sent(mask: IntervalMask, layout: Layout, scheme: str, heads: int, sizes: tup
     return found, *([(cost.forward_bytes_sent, cost.backward_bytes_sent) for cost in plan.ranks] for plan in plans)
 
 
+@pytest.mark.parametrize("indices", [None, CHOSEN[:1]], ids=["all keys", "chosen keys"])
 @pytest.mark.parametrize("scheme", ["ring", "all_gather"])
-def test_latents_of_a_real_layer_are_a_ninth_of_its_heads(scheme: str) -> None:
+def test_latents_of_a_real_layer_are_a_ninth_of_its_heads(scheme: str, indices: Tensor | None) -> None:
     """DeepSeek-V2-Lite's: 576 numbers a token in place of 16 heads of 192 + 128."""
     mask = IntervalMask.documents([13, 20, 15])
-    found, planned, of_heads = sent(mask, Layout.zigzag(48, 2), scheme, 16, (512, 128, 128), 64)
+    found, planned, of_heads = sent(mask, Layout.zigzag(48, 2), scheme, 16, (512, 128, 128), 64, indices)
     assert found == planned
     assert sum(map(sum, of_heads)) == sum(map(sum, found)) * 5120 / 576 > 0
 

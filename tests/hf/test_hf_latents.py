@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 from unittest import mock
 
@@ -109,19 +110,19 @@ def _tokens(rows: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def _sent(case: str) -> tuple[int, int]:
-    """The bytes that this rank sends in a forward and backward of 32 tokens in 2 layers; and what latents would be.
+    """The bytes that this rank sends in a forward and backward of 32 tokens; and what latents would be.
 
     Causal, contiguous, of two ranks: the second one needs the 16 keys of the first, and sends their gradients back.
+    Where an indexer chooses keys, each rank also sends its keys of the indexer; in the first layer that is not counted.
     """
     enter_world()
-    made = with_adapters() if case == "adapters" else TINY()
-    trainer = make_trainer(**made, **STEPS, max_steps=1, collator=_tokens)
+    given = with_adapters() if case == "adapters" else made("deepseek_v32") if case == "chosen keys" else TINY()
+    trainer = make_trainer(**given, **STEPS, max_steps=1, collator=_tokens)
     model: Any = trainer.model
-    layer = next(module for module in model.modules() if isinstance(module, DeepseekV3Attention))
-    if case == "a hook":
-        for module in model.modules():
-            if isinstance(module, DeepseekV3Attention):
-                module.kv_b_proj.register_forward_hook(lambda module, args, output: output)
+    layers: list[Any] = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
+    layer, num_layers = layers[0], len(layers)
+    for each in layers if case == "a hook" else ():
+        each.kv_b_proj.register_forward_hook(lambda module, args, output: output)
     keys = {"layout": "contiguous", "first_batch_check": False, "latents": case != "latents: false"}
     ringtile.enable(trainer, {"context_parallel_size": 2, **keys})
     attend, seen = attention.ring_attention, []
@@ -137,10 +138,11 @@ def _sent(case: str) -> tuple[int, int]:
     ringtile.restore(trainer)
     assert "expand_kv" not in vars(layer)
     of_layer = 16 * 4 * (layer.kv_lora_rank + layer.qk_rope_head_dim)
-    return sent, model.config.num_hidden_layers * of_layer * (1 if rank else 2)
+    of_indexers = 16 * 4 * (num_layers - 1) * model.config.index_head_dim if case == "chosen keys" else 0
+    return sent, num_layers * of_layer * (1 if rank else 2) + of_indexers
 
 
-@pytest.mark.parametrize("case", ["plain", "adapters"])
+@pytest.mark.parametrize("case", ["plain", "adapters", "chosen keys"])
 def test_latents_travel(case: str) -> None:
     """The first rank sends its latents twice, for both passes; the second one their gradients, in float32 too."""
     for sent, of_latents in run_ranks(2, _sent, case):
@@ -184,7 +186,7 @@ def test_a_layer_makes_its_latents_once() -> None:
 FAMILIES = [name.removeprefix("modeling_") for name, text in sources().items() if "def expand_kv" in text]
 
 
-# Layers of learned sparse attention, which choose the keys of a query.
+# Layers of learned sparse attention, of which not every family has a tiny model.
 CHOOSING = {"axk2", "deepseek_v32", "dots3_note", "glm5_next", "glm_moe_dsa", "hy_v4", "hy_v4_vl", "mistral_large4"}
 
 
@@ -193,15 +195,15 @@ def test_all_families_are_looked_at() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_layer_with_latents_is_known_or_chooses_its_keys(name: str) -> None:
-    """One that is neither would attend with heads, without a word. And none changes what `expand_kv` returns."""
+def test_every_layer_with_latents_is_known(name: str) -> None:
+    """Another one would attend with heads, without a word. And none changes what `expand_kv` returns."""
     text = sources()[f"modeling_{name}"]
     called = text.partition("= self.expand_kv(")[2].partition("attention_interface(")
     assert "key_states =" not in called[0]
     assert "value_states =" not in called[0]
     assert "query_states, key_states, value_states," in " ".join(called[2].split())[:100]
     if name in CHOOSING:
-        assert "self.indexer = " in text
+        assert inspect.getsource(DeepseekV3Attention.expand_kv) in text
         return
     model = tiny_models.tiny_model(tiny_models.tiny_config(name))
     layers = [module for module in model.modules() if hasattr(type(module), "expand_kv")]

@@ -19,7 +19,7 @@ from ringtile import arguments, derivatives, keep, ops
 from ringtile.attn import op, ulysses
 from ringtile.attn.auto import resolved
 from ringtile.attn.call import AttentionCall, AttentionDropout, AttentionKernel, Expand, check_options
-from ringtile.errors import InputError, shown
+from ringtile.errors import InputError, RefusedError, shown
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence, check_given, tell_others
@@ -41,6 +41,7 @@ def ring_attention(
     dropout: AttentionDropout | None = None,
     attention_kernel: AttentionKernel = "auto",
     expand: Expand | None = None,
+    indices: Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Compute softmax(scale q k^T, masked) v over a sequence sharded over ranks: ring attention (arXiv:2310.01889).
@@ -58,6 +59,9 @@ def ring_attention(
       differ from run to run); "ringtile" is ringtile's; "aten" has aten's compute it, and refuses what they cannot.
     - expand: makes the keys and values of k (B, N, g, d) and v (B, N, g, dv), which then are latents of any sizes: a
       `ringtile.Latents`. A ring sends the latents, if they are fewer numbers, and each rank expands what it receives.
+    - indices: int32 (B, N, I), positions in the sequence: of the keys that the mask lets a query attend, it attends
+      those alone, and one that comes twice as two. Others, such as -1, are no keys. Keys travel in a ring, whatever the
+      scheme. Not with softcap, dropout, a mask with two sides, torch.compile or aten's kernels.
 
     Every rank of the group makes the same calls in the same order, forward and backward; one group serves one thread.
     Differentiable once.
@@ -69,19 +73,23 @@ def ring_attention(
     Raises InputError before any key is sent, RingMismatchError when ranks disagree or another refuses its arguments,
     PeerLostError when one is gone.
     """
-    through_op = torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q))
+    is_compiling = torch.compiler.is_compiling()
+    through_op = is_compiling or (isinstance(q, Tensor) and not is_plain(q) and indices is None)
     parts: Any = mask, layout, group
     try:
         check_given("ring_attention", sequence, *parts)
         scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
         options = scale, softcap, attention_kernel, sinks, dropout
+        if is_compiling and indices is not None:
+            raise RefusedError("ring_attention got indices under torch.compile; expected a call outside of it")
         if expand is not None and through_op:
             (k, v), expand = expand(k, v), None
         if through_op:
             out, lse = op.attend(q, k, v, sequence or op.SequenceTensors.of(*parts), *options)
         else:  # dispatching a Python op costs more than a small block
             made = sequence or ShardedSequence.of(*parts)
-            out, lse = _attend(AttentionCall.of(made, q, k, v, *options, return_lse, expand), q, k, v, sinks)
+            call = AttentionCall.of(made, q, k, v, *options, return_lse, expand, indices)
+            out, lse = _attend(call, q, k, v, sinks)
     except Exception as error:
         if not is_traced(q):
             tell_others("ring_attention", error, sequence, layout, group)
@@ -179,7 +187,7 @@ def _slot(call: AttentionCall) -> keep.Slot | None:
         return None
     sequence, shape, drop = call.sequence, call.shape, call.dropout
     draws = drop and (drop.probability, drop.seed, drop.step, drop.stream)
-    about = call.scale, call.softcap, call.attention_kernel, call.returns_lse, draws
+    about = call.scale, call.softcap, call.attention_kernel, call.returns_lse, draws, call.indices is None
     key = "ring_attention", *sequence.digests, sequence.group_name, sequence.scheme, shape, about
     per_token = shape.batch * shape.num_heads * (shape.v_head_dim * shape.dtype.itemsize + 8)
     return keep.slot(key, per_token * -(-sequence.seq_len // sequence.world_size))
@@ -193,9 +201,10 @@ class RingAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         out, lse, saved, ctx.number, ctx.is_local = _forward(call, q, k, v)
-        rows = None if call.dropout is None else call.dropout.rows  # saved so that a write to them is noticed
-        ctx.save_for_backward(sinks, rows, *saved, *weights)
-        ctx.call = call
+        # Saved so that a write is noticed, and that a checkpointed layer holds no indices. A call has one of the two.
+        watched = call.indices if call.dropout is None else call.dropout.rows
+        ctx.save_for_backward(sinks, watched, *saved, *weights)
+        ctx.call = call._replace(indices=None)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -203,14 +212,15 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         transport = ctx.call.sequence.transport
         with transport.propagate_errors("ring_attention backward"):
-            sinks, _, *kept = saved = ctx.saved_tensors
+            sinks, watched, *kept = saved = ctx.saved_tensors
             kept, weights = kept[:5], kept[5:]
-            again = None if ctx.call.expand is None else ctx.call.expand.again(weights)
+            call: AttentionCall = ctx.call._replace(indices=watched if ctx.call.dropout is None else None)
+            again = None if call.expand is None else call.expand.again(weights)
 
             def compute() -> tuple[Tensor | None, ...]:
                 of_sinks = sinks if ctx.needs_input_grad[3] else None
                 of_call = ulysses.Saved(*kept), dout, dlse, of_sinks, ctx.number
-                gradients = ulysses.backward(ctx.call, *of_call, is_local=ctx.is_local, again=again)
+                gradients = ulysses.backward(call, *of_call, is_local=ctx.is_local, again=again)
                 return *gradients, *(() if again is None else again.weight_gradients())
 
             gradients = derivatives.gradients(

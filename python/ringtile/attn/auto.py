@@ -22,6 +22,8 @@ from ringtile.sequence.sharded import ShardedSequence
 def resolved(call: AttentionCall) -> AttentionCall:
     """Return a checked call with a scheme that names itself, alike on every rank. A group's first is a collective."""
     sequence = call.sequence
+    if call.indices is not None and sequence.scheme not in ("ring", "all_gather"):  # they are of all heads
+        return call._replace(sequence=sequence.with_scheme("ring"))
     if sequence.is_resolved:
         return call
     return call._replace(sequence=sequence.with_scheme(scheme_of(sequence, call.shape)))

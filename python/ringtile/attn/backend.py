@@ -32,6 +32,7 @@ class Block(NamedTuple):
     scale: float
     softcap: float
     dropout: AttentionDropout | None = None
+    indices: Tensor | None = None  # int32 (B, N, I), positions in the sequence: no other keys are attended
 
 
 class Running(NamedTuple):
@@ -110,10 +111,14 @@ class Ringtile:
         return f"is not in use here: {reason}" if reason else ""
 
     def forward(self, block: Block, state: Running) -> None:
+        if block.indices is not None:
+            return _forward_indexed(block, block.indices, state)
         given = (*_inputs(block), state.out, state.lse, block.scale, block.softcap, state.fresh)
         ops.attn_fwd_(*given, **_options(block, rounded_out=state.rounded))
 
     def backward(self, block: Block, final: Final, grads: Gradients) -> None:
+        if block.indices is not None:
+            return _backward_indexed(block, block.indices, final, grads)
         dk, dv = grads.rounded or (None, None)
         given = (*_inputs(block), final.dout, final.lse, final.delta, *grads[:3])
         ops.attn_bwd_(*given, block.scale, block.softcap, grads.fresh, **_options(block, rounded_dk=dk, rounded_dv=dv))
@@ -136,10 +141,41 @@ def _options(block: Block, **rounded: Tensor | None) -> dict[str, Any]:
     return options
 
 
+def _forward_indexed(block: Block, indices: Tensor, state: Running) -> None:
+    part, part_lse = ops.indexed_attn(block.q.contiguous(), block.k, block.v, _rows(block, indices), block.scale)
+    if not state.fresh:
+        ops.attn_merge_(part, part_lse.to(state.out.dtype), state.out, state.lse, fresh=False, rounded=state.rounded)
+        return
+    state.lse.copy_(part_lse)
+    (state.out if state.rounded is None else state.rounded).copy_(part)
+
+
+def _backward_indexed(block: Block, indices: Tensor, final: Final, grads: Gradients) -> None:
+    dlse = torch.zeros_like(final.lse) if final.dlse is None else final.dlse.contiguous()
+    given = block.q.contiguous(), block.k, block.v, _rows(block, indices), block.scale
+    dq, *of_keys = ops.indexed_attn_backward(final.dout.contiguous(), dlse, final.out, final.lse, *given)
+    grads.dq.add_(dq)
+    for total, part in zip(grads.rounded or grads[1:3], of_keys, strict=True):
+        total.copy_(part) if grads.fresh else total.add_(part)
+
+
+def _rows(block: Block, indices: Tensor) -> Tensor:
+    """Where the keys of the block lie that indices name, int32 (B, N, I): -1 for others, and those that are masked."""
+    runs, device = block.round.k_runs, block.q.device
+    size = max((first + step * (length - 1) + 1 for first, step, _, length in runs.tolist()), default=0)
+    row_of = torch.full((size + 1,), -1, dtype=torch.int32, device=device)
+    ops.rows_unpack_([row_of], runs, 0, [torch.arange(block.k.size(1), dtype=torch.int32, device=device)])
+    begin, end = (bound[..., None] for bound in block.round.queries.bounds_there())
+    there = (begin <= indices) & (indices < end.clamp(max=size))
+    return row_of[torch.where(there, indices, size)]
+
+
 def why_slow(block: Block, capability: tuple[int, int], *, backward: bool) -> str:
     """Return why ringtile's CUDA kernels take some times longer than they could (cuda/attn/dispatch.cu); "" if not."""
     q, k, v = block.q, block.k, block.v
     head_dim = max(q.size(3), v.size(3))
+    if block.indices is not None:
+        return "torch operations gather the keys that indices choose, for which there is no CUDA kernel"
     if block.dropout is not None:
         return "dropout of weights has no kernel for tensor cores; set the model's attention dropout to 0"
     if q.dtype not in (torch.bfloat16, torch.float16):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
-from ringtile.errors import InputError, shown
+from ringtile.errors import InputError, RefusedError, shown
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
 
@@ -96,6 +96,7 @@ class AttentionCall(NamedTuple):
     dropout: AttentionDropout | None = None  # None where its probability is 0
     returns_lse: bool = True  # where ranks share heads, lse travels back only then
     expand: Expand | None = None  # where k and v are latents; shape is that of what it makes of them
+    indices: Tensor | None = None  # int32 (B, N, I): positions of the only keys that each query attends
 
     @classmethod
     def of(
@@ -111,6 +112,7 @@ class AttentionCall(NamedTuple):
         dropout: AttentionDropout | None,
         returns_lse: bool = True,
         expand: Expand | None = None,
+        indices: Tensor | None = None,
     ) -> AttentionCall:
         """Return the call as the kernels take it. scale, softcap: from `check_options`.
 
@@ -131,7 +133,9 @@ class AttentionCall(NamedTuple):
             )
         sinks = None if sinks is None else sinks.detach().to(ops.state_dtype(q.dtype))
         drop = dropout and dropout.in_numbers()
-        return cls(sequence, shape, scale, softcap, attention_kernel, sinks, drop, returns_lse, expand)
+        if indices is not None:
+            check_indices(indices, q, softcap, drop, sequence)
+        return cls(sequence, shape, scale, softcap, attention_kernel, sinks, drop, returns_lse, expand, indices)
 
     def heads_or_latents(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[AttentionCall, Tensor, Tensor]:
         """Return the call, and k and v, as they travel in its scheme: latents in a ring alone, if they are less."""
@@ -185,6 +189,21 @@ def check_options(
             raise InputError(f"q has shape {tuple(q.shape)}, and so head dim 0; expected 1..{ops.MAX_HEAD_DIM}")
         scale = head_dim**-0.5
     return arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
+
+
+def check_indices(
+    indices: Any, q: Tensor, softcap: float, dropout: AttentionDropout | None, sequence: ShardedSequence
+) -> None:
+    """Raise InputError for indices that do not fit q, and RefusedError for what is not computed beside them."""
+    arguments.check_tensor("indices", indices)
+    arguments.check_devices("q", q, indices=indices)
+    if indices.dtype != torch.int32 or indices.dim() != 3 or indices.shape[:2] != q.shape[:2]:
+        raise InputError(
+            f"indices are {indices.dtype} {tuple(indices.shape)}; expected int32 ({q.size(0)}, {q.size(1)}, I)"
+        )
+    beside = {"softcap": softcap, "dropout": dropout, "a mask with two sides": sequence.mask.key_begin is not None}
+    if found := [name for name, is_set in beside.items() if is_set]:
+        raise RefusedError(f"indices come with {' and '.join(found)}; expected indices without")
 
 
 def unwritten_keys(q: Tensor, num_kv_heads: int, v_head_dim: int, num_tokens: int = 1) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ def forward(
     call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, state: Running, *, settles: bool = False
 ) -> None:
     """Merge the keys of a round into the state; or, where it settles, find out with the other ranks who does so."""
-    block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
+    block = Block(q, k, v, round, call.scale, call.softcap, call.dropout, call.indices)
 
     def merge(backend: Backend, out: Tensor, lse: Tensor) -> None:
         backend.forward(block, Running(out, lse, state.fresh, state.rounded))
@@ -59,7 +59,7 @@ def backward(
     settles: bool = False,
 ) -> None:
     """Add the gradients of a round; settles: as in `forward`."""
-    block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
+    block = Block(q, k, v, round, call.scale, call.softcap, call.dropout, call.indices)
 
     def add(backend: Backend, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         backend.backward(block, final, Gradients(dq, dk, dv, grads.fresh, grads.rounded))
@@ -126,7 +126,7 @@ def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, takes_dlse: bool
         num_heads, num_kv_heads = len(share.heads), len(share.kv_of_heads or share.kv_heads)
     of_q = q[:, :, : 1 if num_heads == num_kv_heads else 2]  # other kernels may run where each has a kv head
     for round in rounds if num_heads else ():
-        block = Block(of_q, k[:, :, :1], v[:, :, :1], round, call.scale, call.softcap, call.dropout)
+        block = Block(of_q, k[:, :, :1], v[:, :, :1], round, call.scale, call.softcap, call.dropout, call.indices)
         _able(call, block, takes_dlse)
     if not _captures(q):
         checked.add(kind)
@@ -134,7 +134,7 @@ def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, takes_dlse: bool
 
 def _kind(call: AttentionCall, q: Tensor, takes_dlse: bool) -> tuple[object, ...]:
     """Return what decides who may compute a block, apart from its round, shapes and dtype."""
-    about = call.attention_kernel, call.dropout is None, call.softcap == 0, takes_dlse
+    about = call.attention_kernel, call.dropout is None, call.softcap == 0, call.indices is None, takes_dlse
     return *about, current_flash_attention_impl()
 
 
@@ -193,7 +193,7 @@ def _backend(
 def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[Backend]:
     """Return the backends that support this block. Raise RefusedError listing why each one does not."""
     q, k, v = block.q, block.k, block.v
-    if q.is_meta:
+    if q.is_meta or (block.indices is not None and call.attention_kernel != "aten"):  # for which nobody else has one
         return [RINGTILE]
     able: list[Backend] = []
     unable: dict[str, str] = {}
@@ -326,7 +326,7 @@ def _size_class(call: AttentionCall, block: Block, kind: object, states: tuple[T
 def agrees(call: AttentionCall, q: Tensor) -> bool:
     """Return whether several backends may be asked, and ranks that wait for each other; the same on all of these."""
     several = q.is_cuda and call.attention_kernel != "ringtile" and len(call.sequence.ring.ranks) > 1
-    several = several and call.expand is None  # no block's keys exist before its round
+    several = several and call.expand is None and call.indices is None  # keys before their round; a kernel of aten's
     return several and not torch.are_deterministic_algorithms_enabled() and not _captures(q)
 
 

@@ -1,114 +1,23 @@
-"""Attention over chosen keys (learned sparse attention), and the choice, over a sequence sharded over a group.
+"""The choice of keys (learned sparse attention) over a sequence sharded over a group: `indices` of ring_attention.
 
 An indexer scores every key for every query, and each query attends the keys of the highest scores: DeepSeek sparse
 attention (DSA), arXiv:2512.02556. Indices are positions in the whole sequence. No array here is S x S: scores exist for
 a few queries at a time, and of each query nothing stays but its indices.
 
-Shape letters: B batch, S global tokens, N local tokens, H query heads (or those of the indexer), G kv heads, D head
-dim, Dv value head dim, I indices of a query.
+Shape letters: B batch, S global tokens, N local tokens, H heads of the indexer, D its head dim, I indices of a query.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ringtile import arguments, derivatives, ops, torch_ops
-from ringtile.attn.call import check_options, check_tensors
+from ringtile import torch_ops
 from ringtile.errors import InputError
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.collectives import all_gather_seq, unshard_op
 
 _KEYS_AT_ONCE = 8192  # that are scored for a few queries
 _LAST = 0x7FFFFFFF  # above every position
-
-
-def indexed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    indices: Tensor,
-    sequence: ShardedSequence,
-    *,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Compute attention of each query over the keys that its indices name, and no others; the mask is not asked.
-
-    - q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv): the local tokens, as in `ring_attention`.
-    - indices int32 (B, N, I): positions in the sequence, as `choose_keys` returns them. One outside of it, such as -1,
-      is no key; one that comes twice is two keys.
-    - scale, sinks (H): as in `ring_attention`.
-
-    The keys and values of all ranks are gathered, in the forward and again in the backward; between the two each rank
-    keeps those of its own tokens. Every rank of the group makes the same calls. Differentiable once.
-
-    Returns out (B, N, H, Dv) of q's dtype, 0 for a query without a key. Raises InputError, RingMismatchError,
-    PeerLostError.
-    """
-    op = "indexed_attention"
-    with sequence.transport.propagate_errors(op):
-        scale, _ = check_options(q, k, v, scale, 0.0, sinks, None, "auto")
-        check_tensors(q, k, v, scale, 0.0, sinks)
-        sequence.check_call("q", q)
-        arguments.check_tensor("indices", indices)
-        arguments.check_devices("q", q, indices=indices)
-        expected = (q.size(0), sequence.local_len)
-        if q.shape[:2] != expected or k.shape[:2] != expected:
-            raise InputError(f"q is {tuple(q.shape)} and k {tuple(k.shape)}; expected {expected} rows and local tokens")
-        if indices.dtype != torch.int32 or indices.dim() != 3 or indices.shape[:2] != expected:
-            raise InputError(
-                f"indices are {indices.dtype} {tuple(indices.shape)}; expected int32 ({expected[0]}, {expected[1]}, I)"
-            )
-    out, lse = _IndexedAttention.apply(q, k, v, indices.contiguous(), scale, sequence)  # type: ignore[no-untyped-call]
-    if sinks is not None:  # one more key of each head, with value 0
-        share = torch.sigmoid(lse - sinks.double()[:, None]).transpose(1, 2)[..., None]
-        out = (out * share.to(ops.state_dtype(out.dtype))).to(out.dtype)
-    return out  # type: ignore[no-any-return]
-
-
-class _IndexedAttention(torch.autograd.Function):
-    """Returns out and lse (B, H, N), in float64."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float, sequence: ShardedSequence
-    ) -> tuple[Tensor, Tensor]:
-        q = q.contiguous()
-        out, lse = ops.indexed_attn(q, *_gathered(sequence, k, v), indices, scale)
-        ctx.save_for_backward(q, k, v, indices, out, lse)
-        ctx.scale, ctx.sequence = scale, sequence
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, indices, out, lse = saved = ctx.saved_tensors
-        sequence: ShardedSequence = ctx.sequence
-
-        def compute() -> tuple[Tensor, ...]:
-            given = q, *_gathered(sequence, k, v), indices, ctx.scale
-            dq, dk, dv = ops.indexed_attn_backward(dout.contiguous(), dlse.contiguous(), out, lse, *given)
-            return dq, *(_own(sequence, grad).to(x.dtype) for grad, x in ((dk, k), (dv, v)))
-
-        errors = sequence.transport.propagate_errors
-        grads = derivatives.gradients("indexed_attention", compute, dout, dlse, *saved, propagate_errors=errors)
-        return *grads, None, None, None
-
-
-def _gathered(sequence: ShardedSequence, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, N, G, D) of each rank -> (B, S, G, D) in global order, the keys of a head together. A collective."""
-    args = sequence.layout_tensor, 2, sequence.seq_len, sequence.group_name
-    k, v = (all_gather_seq(x.detach().transpose(1, 2), *args).transpose(1, 2) for x in (k, v))
-    return k, v
-
-
-def _own(sequence: ShardedSequence, grad: Tensor) -> Tensor:
-    """(B, S, G, D), a part of the sum of each rank -> (B, N, G, D), summed in rank order. A collective."""
-    args = sequence.layout_tensor, 2, sequence.local_len, True, sequence.group_name
-    total: Tensor = unshard_op(grad.transpose(1, 2), *args)
-    return total.transpose(1, 2)
 
 
 @torch.no_grad()

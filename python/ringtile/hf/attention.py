@@ -21,7 +21,6 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from ringtile import keep
 from ringtile.attn.attention import ring_attention
 from ringtile.attn.call import AttentionDropout, Expand
-from ringtile.attn.indexed import indexed_attention
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, main_input, waiting_batch
 from ringtile.hf.families import EAGER_SINKS
@@ -142,22 +141,23 @@ def attention_forward(
             f"a training step, of a model whose config had a rate of attention dropout at ringtile.enable: set it to 0"
         )
     chunk, indices = running_chunk(), options.get("indices")
-    if indices is not None:
-        _refuse_beside_indices(module, options, streamed=chunk is not None)
+    if indices is not None and (chunk is not None or options.get("sliding_window")):
+        raise RefusedError(
+            f"{type(module).__name__} attends chosen keys (indices) in a window, or streamed, which has not been shown "
+            f"to be exact; expected one of the two"
+        )
     batch.attention_calls += chunk is None or chunk.tokens.start == 0  # a streamed layer counts once
     keep.called_by(module)
     query = scaled(module, query, batch)
     key, value, expand = latents_of(module, key, value)
     query, key, value = (as_autocast(x) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    sequence, scale = _sequence_of(module, attention_mask, options, batch), options.get("scaling")
-    if indices is not None:
-        return indexed_attention(q, k, v, indices, sequence, scale=scale, sinks=options.get("s_aux")), None
+    sequence = _sequence_of(module, attention_mask, options, batch)
+    more: dict[str, Any] = {"expand": expand, "indices": indices} if chunk is None else {}
     attend = ring_attention if chunk is None else chunk.attend
-    more: dict[str, Any] = {} if expand is None else {"expand": expand}
     out = attend(
         *(q, k, v, sequence),
-        scale=scale,
+        scale=options.get("scaling"),
         softcap=options.get("softcap") or 0.0,
         sinks=options.get("s_aux"),
         dropout=dropout,
@@ -165,16 +165,6 @@ def attention_forward(
         **more,
     )
     return out, None
-
-
-def _refuse_beside_indices(module: nn.Module, options: dict[str, Any], *, streamed: bool) -> None:
-    """RefusedError: a layer whose indexer has chosen keys asks for something else besides."""
-    others = [name for name in ("dropout", "softcap", "sliding_window") if options.get(name)]
-    if others or streamed:
-        raise RefusedError(
-            f"{type(module).__name__} attends chosen keys (indices) with {', '.join(others) or 'stream'}, which has "
-            f"not been shown to be exact; expected one of the two"
-        )
 
 
 def latents_of(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Expand | None]:

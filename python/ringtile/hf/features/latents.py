@@ -41,9 +41,9 @@ def install(model: PreTrainedModel, patches: Patches) -> bool:
 
 
 def expands_alone(layer: nn.Module) -> bool:
-    """Whether its `expand_kv` is a function of latents, an up-projection and sizes. No layer that chooses keys."""
+    """Whether its `expand_kv` is a function of latents, an up-projection and sizes."""
     function = getattr(type(layer), "expand_kv", None)
-    if not isinstance(function, FunctionType) or "expand_kv" in vars(layer) or hasattr(layer, "indexer"):
+    if not isinstance(function, FunctionType) or "expand_kv" in vars(layer):
         return False
     read = {name for name in function.__code__.co_names if hasattr(layer, name)}
     return read == _READ and not function.__code__.co_freevars
