@@ -138,20 +138,29 @@ def made(name: str, frozen: bool = False) -> Any:
 
 STEPS = {"gradient_accumulation_steps": 1, "num_rows": 24}
 PACKED, PADDED = {**STEPS, "collator": packed}, {**STEPS, "collator": Padded("left")}
+KEPT = {**PADDED, "gradient_checkpointing": True}
 TILED = {"tiled_mlp": True, "tiled_norm": True, "tiled_loss": True, "tile_tokens": 5}
 
 
-def training(name: str, what: str, options: dict[str, Any], world: int, long: bool = True, **config: Any) -> Cell:
+def training(
+    name: str, what: str, options: dict[str, Any], world: int, long: bool = True, engine: str = "DDP", **config: Any
+) -> Cell:
     config, made_of = {"context_parallel_size": world, **config}, made(name, "gradient_checkpointing" in options)
+    of_ranks = {"ranks": {"engine": engine}, "made": made_of, "world": world, "long": long}
     # Of logits up to 5, each of which is a sum of 32 products (test_hf_attention.py).
-    return Cell(f"{name}, {what}", options, config, made=made_of, world=world, long=long, predictions=5 * 2.0**-19)
+    return Cell(f"{name}, {what}", options, config, predictions=5 * 2.0**-19, **of_ranks)
 
 
 TRAININGS = [
     training("deepseek_v32", "packed, tiled", PACKED, 2, long=False, **TILED),
     training("deepseek_v32", "evaluated", {**PADDED, "evaluate": True}, 2),
-    training("glm_moe_dsa", "checkpointed", {**PADDED, "gradient_checkpointing": True}, 3, False, layout="contiguous"),
+    training("glm_moe_dsa", "checkpointed", KEPT, 3, False, layout="contiguous"),
     training("hy_v4", "balanced", PACKED, 2, long=False, layout="balanced"),
+    training("deepseek_v32", "FSDP2", PACKED, 2, long=False, engine="FSDP2"),
+    training("hy_v4", "FSDP2 and checkpointed", KEPT, 2, engine="FSDP2"),
+    training("glm_moe_dsa", "ZeRO-3", PACKED, 2, long=False, engine="ZeRO-3"),
+    training("deepseek_v32", "ZeRO-3 and checkpointed", KEPT, 2, engine="ZeRO-3"),
+    training("deepseek_v32", "ZeRO-2", PADDED, 2, engine="ZeRO-2"),
     *(training(name, "packed on four", PACKED, 4, layout="balanced") for name in TYPES),
     *(training(name, "heads exchanged", PADDED, 2, context_parallel_scheme="ulysses") for name in TYPES),
     *(training(name, "zigzag on three", PACKED, 3, layout="zigzag") for name in TYPES),
