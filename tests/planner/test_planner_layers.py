@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from ringtile.config import Config
 from ringtile.errors import RefusedError
+from ringtile.hf import model
 from ringtile.hf.batch import ShardedBatch, active
-from ringtile.hf.features import recurrent
+from ringtile.hf.features import indexed, latents, recurrent
+from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.patches import Patches
+from ringtile.planner.advice import step_seconds
 from ringtile.planner.grpo import Grpo
 from ringtile.planner.live import Live
 from ringtile.planner.memo import Memo
 from ringtile.planner.setup import Setup
+from ringtile.planner.sizes import Rates
 from ringtile.planner.step import TrainingStep
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.tiles import tiles
+from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld
 from test_planner import E, V, config_of, planned
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
 
-from tools.models.tiny_models import tiny_config
+from tools.models.tiny_models import tiny_config, tiny_model
 
 # ---- remembered ops -------------------------------------------------------------------------------
 
@@ -183,3 +190,64 @@ def test_recurrent_layers_over_ranks_hold_their_tokens_only(scheme: str) -> None
     alone, shared = planned(512, Setup(config)), planned(512, Setup(config, devices=2, ringtile=Config(**keys)))
     assert shared.parts["logits"] == alone.parts["logits"] / 2
     assert shared.parts["activations"] == pytest.approx(alone.parts["activations"] / 2, rel=0.05)
+
+
+# ---- learned sparse attention ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.long)])
+def test_layers_that_choose_keys_save_what_a_rank_really_saves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, indices in int32 and latents among them."""
+    config, seq_len = tiny_config(name), 256
+    config.mlp_layer_types = ["dense"] * config.num_hidden_layers  # what a router saves is another matter
+    real, ids = tiny_model(config).train(), torch.randint(3, config.vocab_size, (1, seq_len))
+    model.switch_attention(real, Patches())
+
+    def rank(group: LoopbackGroup) -> int:
+        own, patches, saved = copy.deepcopy(real), Patches(), dict[int, tuple[int, Tensor]]()
+        indexed.install(own, patches)
+        latents.install(own, patches)
+        inputs = {"input_ids": ids, "labels": ids}
+        local, batch = shard_batch(inputs, Reading(positions_separate=True), layout="zigzag", group=group)
+        given = (x for x in (*own.parameters(), *own.buffers(), *local.values()) if isinstance(x, Tensor))
+        kept = {x.untyped_storage().data_ptr() for x in given}
+
+        def pack(x: Tensor) -> Tensor:
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in kept:
+                saved.setdefault(storage.data_ptr(), (storage.nbytes(), x))
+            return x
+
+        with active(batch), saved_tensors_hooks(pack, lambda x: x):
+            loss = own(**local).loss
+        return sum(num_bytes for num_bytes, _ in saved.values()) + int(loss.nbytes)
+
+    expected, between = LoopbackWorld(2).run(rank)[0], list[int]()
+    with TrainingStep(Setup(config, devices=2, ringtile=Config(context_parallel_size=2, layout="zigzag"))) as step:
+
+        def look() -> None:
+            parts = step._live.parts
+            between.append(sum(parts[name] for name in ("activations", "attention", "logits")))
+
+        monkeypatch.setattr(step._engine, "before_backward", look)
+        calls = step.run(seq_len).attention
+    assert between == [expected]
+    assert {(call.num_indices, call.shape.latent_dim) for call in calls} == {(6, 20)}
+
+
+def test_chosen_keys_are_computed_and_the_masks_keys_are_sent() -> None:
+    """As in a ring, where ranks share heads; a window of as many tokens has as many pairs."""
+    config = tiny_config("deepseek_v32")
+    rates, seconds = Rates(1e6, 1e6, 1e6), {}
+    for scheme in ("ring", "ulysses"):
+        keys = {"context_parallel_size": 2, "context_parallel_scheme": scheme, "layout": "zigzag"}
+        setup = Setup(config, devices=2, ringtile=Config.load(keys))
+        step = planned(256, setup)
+        of_all = dataclasses.replace(step, attention=tuple(call._replace(num_indices=0) for call in step.attention))
+        seconds[scheme], every = (step_seconds(setup, each, rates, (0, 0)) for each in (step, of_all))
+    assert seconds["ring"] == seconds["ulysses"]
+    flops = every.computing - seconds["ring"].computing
+    pairs = sum(range(1, 257)) - sum(min(tokens, 6) for tokens in range(1, 257))
+    shape = step.attention[0].shape
+    of_pair = 2 * shape.num_heads * (4 * shape.head_dim + 3 * shape.v_head_dim)
+    assert flops * 1e6 == pytest.approx(len(step.attention) * pairs / 2 * of_pair, rel=0.02)  # of the busier rank

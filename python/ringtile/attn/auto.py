@@ -22,11 +22,16 @@ from ringtile.sequence.sharded import ShardedSequence
 def resolved(call: AttentionCall) -> AttentionCall:
     """Return a checked call with a scheme that names itself, alike on every rank. A group's first is a collective."""
     sequence = call.sequence
-    if call.indices is not None and sequence.scheme not in ("ring", "all_gather"):  # they are of all heads
-        return call._replace(sequence=sequence.with_scheme("ring"))
+    if call.indices is not None:
+        return call._replace(sequence=with_all_heads(sequence))
     if sequence.is_resolved:
         return call
     return call._replace(sequence=sequence.with_scheme(scheme_of(sequence, call.shape)))
+
+
+def with_all_heads(sequence: ShardedSequence) -> ShardedSequence:
+    """Return the sequence in a scheme that shares no heads, as where indices choose keys: they are of all heads."""
+    return sequence if sequence.scheme in ("ring", "all_gather") else sequence.with_scheme("ring")
 
 
 def scheme_of(sequence: ShardedSequence, shape: Shape) -> str:

@@ -9,10 +9,14 @@ Shape letters: B batch, S global tokens, N local tokens, H heads of the indexer,
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from ringtile import torch_ops
+from ringtile.attn.auto import with_all_heads
 from ringtile.errors import InputError
 from ringtile.sequence.sharded import ShardedSequence
 
@@ -39,23 +43,30 @@ def choose_keys(
         if sequence.mask.key_begin is not None:
             raise InputError("the mask has two sides, as a tree's has; expected one interval of keys for each query")
     whole = sequence.unshard(k, dim=1)
-    bounds = [sequence.shard(x, dim=-1).expand(B, N) for x in (sequence.begin, sequence.end)]  # on the host
+    plan = with_all_heads(sequence).ring.plan
+    bounds = [x.expand(B, N).tolist() for x in (plan.begin, plan.end)]  # on the host
     chosen = torch.full((B, N, min(num_keys, S)), -1, dtype=torch.int32, device=q.device)
     num_queries = max(1, 4 * torch_ops.BLOCK_NUMBERS // (H * min(S, _KEYS_AT_ONCE)))
     for b in range(B):
-        for first in range(0, N, num_queries):
-            rows = slice(first, first + num_queries)
-            begin, end = (x[b, rows] for x in bounds)
+        for rows in tiles(N, num_queries):
+            begin, end = (x[b][rows] for x in bounds)
             found = (begin, end, q[b, rows], whole[b], weights[b, rows], scale)
             chosen[b, rows] = _highest(*found, chosen.size(2))
     return chosen
 
 
-def _highest(begin: Tensor, end: Tensor, q: Tensor, k: Tensor, weights: Tensor, scale: float, count: int) -> Tensor:
-    """int32 (n, count) of n queries. begin, end (n), on the host; q (n, H, D), k (S, D), weights (n, H)."""
+def tiles(num_queries: int, at_once: int) -> Iterator[slice]:
+    """Yield a few queries after the other. The planner leaves out those that are like others."""
+    return (slice(first, min(num_queries, first + at_once)) for first in range(0, num_queries, at_once))
+
+
+def _highest(
+    begins: list[int], ends: list[int], q: Tensor, k: Tensor, weights: Tensor, scale: float, count: int
+) -> Tensor:
+    """int32 (n, count) of n queries. begins, ends (n); q (n, H, D), k (S, D), weights (n, H)."""
     device = q.device
-    low, high, longest = int(begin.min()), int(end.max()), int((end - begin).max())
-    begin, end = (x.to(device)[:, None] for x in (begin, end))
+    low, high, longest = min(begins), max(ends), max(map(operator.sub, ends, begins))
+    begin, end = (torch.tensor(x, dtype=torch.int32, device=device)[:, None] for x in (begins, ends))
     if longest <= count:  # all are chosen, whatever their scores
         places = begin + torch.arange(count, dtype=torch.int32, device=device)
         return places.masked_fill_(places >= end, -1)

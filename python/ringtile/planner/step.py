@@ -11,7 +11,7 @@ import gc
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ringtile import keep, ops
+from ringtile.attn import indexed as choice
 from ringtile.attn.attention import RingAttention
+from ringtile.attn.auto import with_all_heads
 from ringtile.attn.call import AttentionCall, unwritten_keys, with_latents
 from ringtile.errors import RefusedError
 from ringtile.first_batch.unchanged import without_checkpoints
-from ringtile.hf.attention import latents_of
+from ringtile.hf.attention import empty_mask, latents_of
 from ringtile.hf.batch import CHECKPOINTING, STREAMED, ShardedBatch, active, checkpoints
-from ringtile.hf.features import latents, recurrent, stream
+from ringtile.hf.features import indexed, latents, recurrent, stream
 from ringtile.hf.features.loss import install_tiled_loss
 from ringtile.hf.features.mlp import install_tiled_mlp
 from ringtile.hf.features.norm import install_tiled_norm
@@ -67,6 +69,15 @@ _MAX_MODULES = 100_000
 _NAME = "ringtile_plan"  # of the attention implementation
 
 
+class PlannedCall(NamedTuple):
+    """One call of attention that computes, where ranks share a sequence or not."""
+
+    shape: Shape
+    mask: IntervalMask
+    is_again: bool  # computed again in a backward
+    num_indices: int = 0  # of the only keys that a query attends; 0: it attends all of the mask
+
+
 @dataclass(frozen=True)
 class StepMemory:
     """Bytes of one rank at the peak of a step."""
@@ -76,8 +87,7 @@ class StepMemory:
     host_bytes: int  # of offloaded hidden states
     optimizer_host_bytes: int  # of what the engine keeps there
     product_flops: int  # of matrix products, attention not counted but for that of a tower
-    # Of each call of attention that computes, where ranks share a sequence or not; and whether it computes again.
-    attention: tuple[tuple[Shape, IntervalMask, bool], ...]
+    attention: tuple[PlannedCall, ...]
     tower: TowerShare | None = None
 
     @property
@@ -104,12 +114,12 @@ class TrainingStep:
         self.setup = setup
         self._stack = contextlib.ExitStack()
         self._batch: ShardedBatch | None = None
-        self._calls: list[tuple[Shape, IntervalMask, bool]] = []
+        self._calls: list[PlannedCall] = []
         self._room: keep.Room | None = None
         self._offload: _Offload | None = None
         self._reference: PreTrainedModel | None = None
         self._images: PlannedImages | None = None
-        self._is_recurrent = self._has_latents = False
+        self._is_recurrent = self._has_latents = self._chooses_keys = False
         self.num_packed = 0  # numbers of the model that its parameters in 4 bits do not count
 
     def __enter__(self) -> TrainingStep:
@@ -160,7 +170,7 @@ class TrainingStep:
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters()) + self.num_packed
         patches = Patches()
         self._stack.callback(patches.restore)
-        for module in (glu, layer, loss, mlp, weight_grad):
+        for module in (glu, layer, loss, mlp, weight_grad, choice):
             patches.set(module, "tiles", self._live.tiles)
         if setup.images is not None:
             self._images = PlannedImages(model, setup.images, setup.batch, self._live, setup.on_gpu)
@@ -172,6 +182,9 @@ class TrainingStep:
                 patches.set(recurrent, "uses_libraries", lambda device: True)  # and so are not given wider numbers
         if setup.ringtile.context_parallel_size > 1 and setup.ringtile.latents and setup.engine != "zero3":
             self._has_latents = latents.install(model, patches)
+        if indexers(model.named_modules()):
+            self._chooses_keys = True
+            indexed.install(model, patches)
         if setup.ringtile.stream:
             stream.install(model, setup.ringtile.tile_tokens, patches)
         if setup.ringtile.tiled_mlp:
@@ -237,9 +250,12 @@ class TrainingStep:
         if self._is_recurrent:
             facts = Documents(sequence).facts  # of real masks
             _ = facts.whole, *(facts.windows(before) for before in range(1, ops.MAX_CONV_WIDTH))
+        if self._chooses_keys:
+            _ = with_all_heads(sequence).ring  # its plan is real
         phases: dict[str, dict[str, int]] = {}
         device = "cuda" if setup.on_gpu else "cpu"
-        mixed = batch if self._is_recurrent or self._has_latents or setup.ringtile.stream else None
+        is_mixed = self._is_recurrent or self._has_latents or self._chooses_keys or setup.ringtile.stream
+        mixed = batch if is_mixed else None
         with self._fake, live, _planning(self), as_on(device), contextlib.ExitStack() as inside:
             if setup.grpo is not None and setup.grpo.generation_rows:
                 phases |= self._generate(setup.grpo, layout.seq_len)
@@ -348,7 +364,7 @@ class TrainingStep:
             given = {"scale": options.get("scaling"), "softcap": options.get("softcap") or 0.0}
             keep.called_by(module)
             if chunk.tokens.start == 0 and getattr(chunk, "what", "") != "keys":  # of all chunks, as if none were kept
-                self._calls.append((Shape.of(q, k, v), sequence.mask, self._live.in_backward))
+                self._calls.append(PlannedCall(Shape.of(q, k, v), sequence.mask, self._live.in_backward))
             with self._live.making("attention"):
                 return chunk.attend(q, k, v, sequence, sinks=options.get("s_aux"), **given), None
         with _disable_current_modes():
@@ -357,7 +373,10 @@ class TrainingStep:
             else:
                 keys = unwritten_keys(q, expand.num_kv_heads, expand.v_head_dim)
                 shape = with_latents(Shape.of(q, *keys), q, k, v)
-            of_call = shape, sequence.mask, self._live.in_backward
+            num_indices = 0
+            if (indices := options.get("indices")) is not None:
+                sequence, num_indices = with_all_heads(sequence), indices.size(2)
+            of_call = PlannedCall(shape, sequence.mask, self._live.in_backward, num_indices)
             if sequence.world_size == 1:
                 self._calls.append(of_call)
             else:
@@ -370,7 +389,8 @@ class TrainingStep:
             scale = options.get("scaling") or q.size(-1) ** -0.5
             sinks = options.get("s_aux")
             softcap = options.get("softcap") or 0.0
-            call = AttentionCall(sequence, shape, scale, softcap, sinks=sinks, returns_lse=False, expand=expand)
+            about: dict[str, Any] = {"sinks": sinks, "returns_lse": False, "expand": expand, "indices": indices}
+            call = AttentionCall(sequence, shape, scale, softcap, **about)
             call, k, v = call.heads_or_latents(q, k, v)
             weights = () if call.expand is None else call.expand.weights
             keep.called_by(module)
@@ -419,10 +439,10 @@ def check(model: PreTrainedModel, setup: Setup) -> None:
         raise RefusedError(
             "streamed layers are planned on one rank; expected stream: false, or context_parallel_size: 1"
         )
-    if indexers(model.named_modules()):
+    if indexers(model.named_modules()) and (setup.ringtile.context_parallel_size == 1 or setup.grpo or setup.images):
         raise RefusedError(
-            f"{type(model).__name__} chooses the keys of each query (learned sparse attention), which is not planned: "
-            f"measure it with a short training"
+            f"{type(model).__name__} chooses the keys of each query (learned sparse attention), which is planned of a "
+            f"step on text, on ranks that share sequences; expected context_parallel_size above 1"
         )
     if setup.ringtile.context_parallel_size > 1:
         with unset_fake_temporarily():  # some of the model's functions are tried on numbers
@@ -467,7 +487,9 @@ def _mask(**options: Any) -> Tensor | None:
     is_sharded = step._batch is not None and step._batch.sequence.world_size > 1
     if step._images is not None and step._images.draws_masks and not is_sharded:
         return sdpa_mask(**{**options, "allow_is_causal_skip": False})
-    if is_sharded or window is None or options["kv_length"] <= window:
+    if is_sharded:
+        return empty_mask(options["batch_size"], options["device"])
+    if window is None or options["kv_length"] <= window:
         return None
     return sdpa_mask(**options)
 
