@@ -53,7 +53,7 @@ def sequence_log_probs(
     scheme: str = "ring",
     check: bool = True,
 ) -> Any:
-    """The log-probability that a causal language model gives to each token of whole rows which a group of ranks shares.
+    """Return the log-probability that a causal language model gives to each token of rows that ranks share.
 
     - model: of transformers, with attn_implementation="sdpa", or any that has get_output_embeddings() and is called as
       model(input_ids=, position_ids=, use_cache=False); bare, or under DDP, FSDP2 or PEFT.

@@ -50,7 +50,7 @@ _SESSION = "_ringtile_session"  # the attribute of an enabled Trainer that holds
 
 
 def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathLike[str]) -> Patches:
-    """Switches on what `config` asks for, on this Trainer only; call it before train() or evaluate(), on every rank.
+    """Switch on what `config` asks for, on this Trainer only; call it before train() or evaluate(), on every rank.
 
     config: a Config, a mapping of its keys, or the path of a YAML file. Without context_parallel_size, the size comes
     from accelerate's ParallelismConfig(cp_size=...). Where it asks for nothing, nothing is replaced. Returns the record
@@ -89,7 +89,7 @@ def first_batch_of(trainer: Trainer) -> Comparison | None:
 
 
 def restore(trainer: Trainer) -> None:
-    """Puts back every object that `enable` replaced. Does nothing on a Trainer that is not enabled."""
+    """Put back every object that `enable` replaced. Do nothing on a Trainer that is not enabled."""
     session: _Session | None = vars(trainer).get(_SESSION)
     if session is not None:
         session.patches.restore()

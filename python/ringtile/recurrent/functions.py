@@ -74,7 +74,9 @@ def causal_conv1d(
     layout: Layout | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """Convolve each channel with the W - 1 tokens before, of the same document or path of a tree: depthwise, causal.
+    """Convolve each channel with the W - 1 tokens before, of the same document or path of a tree.
+
+    Depthwise and causal, as in Mamba (arXiv:2312.00752).
 
     - x (B, N, C): the local tokens. weight (C, W), weight[:, W - 1] for the token itself; W of 2..8. bias (C).
     - activation: "" or "silu".
@@ -129,16 +131,17 @@ def gated_delta_rule(
     layout: Layout | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """Compute the gated delta rule (arXiv:2412.06464), or Kimi delta attention where g has a decay for each channel.
+    """Compute the gated delta rule (arXiv:2412.06464), or Kimi delta attention (arXiv:2510.26692).
 
     For each document: S_t = diag(exp g_t) S_{t-1}; S_t += k_t beta_t (v_t - k_t^T S_t)^T; out_t = scale q_t^T S_t, with
     S = 0 before it.
 
     - q, k (B, N, G, K), v (B, N, H, V), H a multiple of G. q and k are taken as they are: normalize them before.
-    - g (B, N, H) or (B, N, H, K): the log of the decay. beta (B, N, H). scale: 1 / sqrt(K) if None.
-    - scheme: "states", "heads" (which takes any layout), "auto" for the one that is faster at its first call of a kind,
-      or None for the one that goes with the sequence's own scheme (docs/design/recurrent_ranks.md); results are the
-      same up to rounding.
+    - g (B, N, H), of Kimi delta attention (B, N, H, K): the log of the decay. beta (B, N, H).
+    - scale: 1 / sqrt(K) if None.
+    - scheme: "states", "heads" (which takes any layout), "auto" for states where the layout lets them follow, or None
+      for the one that goes with the sequence's own scheme (docs/design/recurrent_ranks.md); results are the same up to
+      rounding.
     - sequence, mask, layout, group: as in `causal_conv1d`, and so are padding and errors.
 
     Returns out (B, N, H, V) of v's dtype; states and sums are in float32 (float64 for float64). Differentiable once.

@@ -27,8 +27,9 @@ _SHOWN_INTERVALS = 4  # an error names at most so many pieces of a row
 
 @dataclass(frozen=True, eq=False, repr=False)
 class IntervalMask:
-    """int32 CPU tensors (B or 1, S), to be left as they are. One row serves every batch row.
+    """Which keys each query attends: one interval, and for each key maybe one of queries; both sides must agree.
 
+    int32 CPU tensors (B or 1, S), to be left as they are; one row serves every batch row.
     begin, end: of each query; 0 <= begin, end <= S. A query with end <= begin attends nothing and is stored as [0, 0).
     key_begin, key_end: of each key, the queries that may attend it; None where that says nothing more. With them, every
     interval is stored from its first to its last position that is attended, and they are dropped where they say

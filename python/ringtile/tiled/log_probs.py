@@ -41,7 +41,7 @@ def tiled_log_probs(
     group: Group | None = None,
     return_entropy: bool = False,
 ) -> Any:
-    """log_softmax(x / temperature)[label] of each token, holding the logits of one tile of tokens at a time.
+    """Return log_softmax(x / temperature)[label] of each token; only the logits of one tile exist at a time.
 
     hidden (..., E), weight (V, E), bias (V), labels int64 (...), logit_scale, softcap, ignore_index, tile_tokens and
     group are those of `tiled_linear_cross_entropy`; x is its logits, scaled and capped. Returns log_probs (...) in

@@ -67,7 +67,7 @@ def tiled_linear_cross_entropy(
     tile_tokens: int | None = None,
     group: Group | None = None,
 ) -> Tensor:
-    """cross_entropy(hidden weight^T + bias, labels), holding the logits of one tile of tokens at a time.
+    """Return cross_entropy(hidden weight^T + bias, labels); only the logits of one tile exist at a time.
 
     - hidden (..., E), weight (V, E), bias (V).
     - labels int64 (...), already aligned: labels[t] is the class of hidden[t], nothing is shifted here. Tokens labeled

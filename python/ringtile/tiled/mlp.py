@@ -25,7 +25,7 @@ from ringtile.tiled.tiles import check_tile_tokens, on_tile, tiles
 
 
 def tiled_mlp(module: nn.Module, x: Tensor, tile_tokens: int = 16384, use_original_mlp: bool = False) -> Output:
-    """module(x), at most tile_tokens tokens at a time: the same output and gradients in the memory of one tile.
+    """Compute module(x) in tiles of at most tile_tokens tokens: the same output and gradients in less memory.
 
     x (B, N, E) or (T, E), or any leading dims. The module must process each token independently, as MLPs and
     mixtures of experts without a capacity do. Its output, or each tensor of a tuple, must have x's leading dims or be

@@ -49,7 +49,7 @@ def context_parallel_shard(
     seq_dims: Sequence[int] | Mapping[str, int],
     load_balancer: Balance = None,
 ) -> list[Buffer] | dict[str, Buffer]:
-    """This rank's shard of every buffer, as a list; as a dict for a mapping. The buffers stay unchanged.
+    """Return this rank's shard of every buffer, as a list; as a dict for a mapping. The buffers stay unchanged.
 
     buffers: tensors of one sequence, with S tokens in their dims of seq_dims; and BlockMasks of that sequence, whose
     entries in seq_dims are ignored. load_balancer: the layout, by name or as a `Layout` ("zigzag" is head-tail;
@@ -75,7 +75,7 @@ def context_parallel_shard(
 def context_parallel_unshard(
     mesh: Mesh, buffers: Sequence[Tensor], seq_dims: Sequence[int], load_balancer: Balance = None
 ) -> list[Tensor]:
-    """The global tensors of local ones, on every rank: the inverse of `context_parallel_shard`. Differentiable.
+    """Return the global tensors of local ones, on every rank: the inverse of `context_parallel_shard`. Differentiable.
 
     load_balancer: as there; None is the layout of the `context_parallel` block around the call, or the one that
     `context_parallel_shard`, or else an ended `context_parallel`, last used to leave this rank as many tokens; by name

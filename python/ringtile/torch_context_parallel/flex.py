@@ -64,7 +64,7 @@ def create_cp_block_mask(
     load_balancer: Layout | str | None = None,
     device: torch.device | str = "cpu",
 ) -> BlockMask:
-    """The BlockMask of this rank's queries against all keys, for `flex_attention`.
+    """Return the BlockMask of this rank's queries against all keys, for `flex_attention`.
 
     mask_mod takes positions of the global sequence, of Q_LEN = KV_LEN = S tokens; any S will do. B and H as for
     create_block_mask. load_balancer: the layout of the queries, by name or as a Layout; contiguous if None.

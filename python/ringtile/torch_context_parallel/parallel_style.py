@@ -263,7 +263,7 @@ def enable_context_parallel_dispatcher() -> None:
 
 
 def disable_context_parallel_dispatcher() -> None:
-    """Undoes this thread's last `enable_context_parallel_dispatcher`.
+    """Undo this thread's last `enable_context_parallel_dispatcher`.
 
     Raises InputError when there is none, or when function modes entered after it are still active.
     """

@@ -24,7 +24,7 @@ from ringtile.tiled.tiles import check_tile_tokens, tile_limit
 def tile_mlps(
     model: nn.Module, tile_tokens: int = 16384, num_shards: int | None = None, use_original_mlp: bool = False
 ) -> Patches:
-    """Makes every MLP of the model run in tiles of tile_tokens tokens; `.restore()` on the result undoes it.
+    """Make every MLP of the model run in tiles of tile_tokens tokens; `.restore()` on the result undoes it.
 
     `find_mlps` says which modules are MLPs: dense ones and mixtures of experts. num_shards: split each call into that
     many tiles instead, whatever the number of tokens. use_original_mlp: run the module's own forward on each tile even

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def offload_activations(model: nn.Module, transfer: HostCopies | None = None) -> Patches:
-    """Moves the hidden state (B, N, E) that each checkpointed or streamed layer saves to pinned host memory.
+    """Move the hidden state (B, N, E) that each checkpointed or streamed layer saves to pinned host memory.
 
     Results do not change.
     Call it after turning it on: transformers' `activation_checkpointing_enable` (`gradient_...` up to 5.22),

@@ -52,7 +52,7 @@ _CACHES = (*CACHES, "layer_past")
 
 
 def stream_layers(model: nn.Module, stream_tokens: int = 16384) -> Patches:
-    """Makes every layer of the model run on chunks of stream_tokens tokens; `.restore()` on the result undoes it.
+    """Make every layer of the model run on chunks of stream_tokens tokens; `.restore()` on the result undoes it.
 
     Of all tokens exist, besides the layers' inputs and outputs, only one layer's keys and values, and in the backward
     their gradients in float32. The backward runs each layer again, chunk by chunk, last chunk first. Attention is
