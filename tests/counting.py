@@ -3,6 +3,7 @@
 import weakref
 
 import torch
+from ringtile.tiled.host import HostTensor
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -49,7 +50,7 @@ def assert_near(actual: Tensor, oracle: Tensor, num_terms: int, num_roundings: i
 
 class Alive(TorchDispatchMode):
     """The most elements, and the most bytes, that tensors made inside held at one time; counts storages of at least
-    `at_least` elements."""
+    `at_least` elements. A HostTensor has none."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__()
@@ -61,7 +62,9 @@ class Alive(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for made in tree_leaves(result):
-            if isinstance(made, Tensor) and made.untyped_storage()._cdata not in given | self._seen:
+            if not isinstance(made, Tensor) or isinstance(made, HostTensor):
+                continue
+            if made.untyped_storage()._cdata not in given | self._seen:
                 self._count(made)
         return result
 

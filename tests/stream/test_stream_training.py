@@ -7,9 +7,11 @@ import ringtile
 from cells import Cell, check, params, table
 from hf_models import tiny_model
 from hf_training import Padded, make_trainer, packed
+from ringtile.tiled.host import HostTensor, PinnedCopies
 
 STREAM = {"stream": True, "tile_tokens": 8}
 ALONE = STREAM | {"context_parallel_size": 1}
+HOST = {"activation_offloading": True, "tiled_loss": True, "tiled_norm": True}  # the layers' ends wait in host memory
 
 
 def dropping() -> dict[str, Any]:
@@ -23,6 +25,8 @@ CELLS = table(
     Cell("one rank, padding on the left", {"collator": Padded("left"), "family": "qwen3-sliding"}, ALONE, world=1),
     Cell("one rank, LoRA", {"lora": True}, ALONE, world=1),
     Cell("one rank, a balancing loss", {"family": "mixtral-balanced"}, ALONE, world=1),
+    Cell("one rank, on the host", {"evaluate": True}, ALONE | HOST, world=1),
+    Cell("one rank, on the host, LoRA", {"lora": True, "collator": packed}, ALONE | HOST, world=1),
     Cell(
         "one rank, dropout",
         config=ALONE,
@@ -31,22 +35,37 @@ CELLS = table(
         alone_config={"context_parallel_size": 1, "shared_prefix": False, "stream": True, "tile_tokens": 4096},
     ),
     Cell("two ranks", {"evaluate": True}, STREAM),
-    Cell("two ranks, Ulysses, packed", {"collator": packed}, STREAM | {"context_parallel_scheme": "ulysses"}),
+    Cell("two ranks, Ulysses, packed", {"collator": packed}, STREAM | HOST | {"context_parallel_scheme": "ulysses"}),
     Cell("two ranks, windows, striped", {"family": "qwen3-sliding"}, STREAM | {"layout": "striped"}, long=True),
     Cell(
         "two ranks, keys gathered", {"family": "gpt-oss"}, STREAM | {"context_parallel_scheme": "all_gather"}, long=True
     ),
     Cell("two ranks, dropout", config=STREAM, made=dropping, alone_config=ALONE),
-    Cell("two groups", {}, ALONE, world=2, processes=2),
-    Cell("FSDP2, checkpointing asked for", {"gradient_checkpointing": True}, STREAM, {"engine": "FSDP2"}),
-    Cell("ZeRO-3", {}, STREAM, {"engine": "ZeRO-3"}),
-    Cell("ZeRO-3, one rank a group", {}, ALONE, {"engine": "ZeRO-3"}, processes=2, long=True),
+    Cell("two groups", {}, ALONE | HOST, world=2, processes=2),
+    Cell("FSDP2, checkpointing asked for", {"gradient_checkpointing": True}, STREAM, {"engine": "FSDP2"}, long=True),
+    Cell("FSDP2, on the host", {"gradient_checkpointing": True}, STREAM | HOST, {"engine": "FSDP2"}),
+    Cell("ZeRO-3", {}, STREAM, {"engine": "ZeRO-3"}, long=True),
+    Cell("ZeRO-3, on the host", {}, STREAM | HOST, {"engine": "ZeRO-3"}),
+    Cell("ZeRO-3, one rank a group", {}, ALONE | HOST, {"engine": "ZeRO-3"}, processes=2, long=True),
 )
 
 
 @pytest.mark.parametrize("cell", params(CELLS))
 def test_equal_to_one_process(cell: Cell) -> None:
     check(__name__, cell)
+
+
+def test_no_hidden_states_are_whole_while_a_trainer_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, whose memory is the host's, too."""
+    copied: list[int] = []
+    begin = PinnedCopies.begin
+    monkeypatch.setattr(PinnedCopies, "begin", lambda *of: (copied.append(of[1].size(0)), begin(*of))[1])
+    monkeypatch.setattr(HostTensor, "whole", None)
+    trainer = make_trainer()
+    ringtile.enable(trainer, ALONE | HOST | {"first_batch_check": False})
+    trainer.train()
+    assert set(copied) <= {*range(1, 9)}
+    assert len(copied) > 0
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf.batch import CHECKPOINTING
 from ringtile.hf.features.callbacks import collect
 from ringtile.hf.features.offload import OffloadActivations, offload_activations
-from ringtile.tiled.offload import ON_DEVICE, ActivationOffload, CudaTransfer
+from ringtile.tiled.host import PinnedCopies
+from ringtile.tiled.offload import ON_DEVICE, ActivationOffload
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
@@ -362,7 +363,7 @@ def test_two_that_offload_are_refused() -> None:
 def test_cuda_keeps_two_hidden_states_on_the_device() -> None:
     """16 layers with inputs (1, 65536, 64) float32, 16 MiB each: all 16 stay without offload, 2 or 3 with it."""
     peaks, results = [], []
-    for wrap in (unchanged, ActivationOffload(CudaTransfer()).wrap):
+    for wrap in (unchanged, ActivationOffload(PinnedCopies()).wrap):
         torch.manual_seed(0)
         saving = wrap(functools.partial(checkpoint, use_reentrant=False))
         x = torch.randn(1, 65536, 64, device="cuda", requires_grad=True)

@@ -97,7 +97,7 @@ CHECKPOINTING = (
     if hasattr(PreTrainedModel, "activation_checkpointing_enable")
     else "gradient_checkpointing"
 )
-STREAMED = "ringtile_streamed"  # of a streamed layer: what calls a function on its hidden states, as a checkpoint does
+STREAMED = "ringtile_streamed"  # of a module that is streamed: how its output goes to host memory; None: it stays
 _CHECKPOINTS = frozenset({"_gradient_checkpointing_func", "checkpoint_fn"})
 
 

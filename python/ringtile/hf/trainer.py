@@ -42,7 +42,7 @@ class _Session(NamedTuple):
 
 
 # Whether a sequence is sharded or not.
-FEATURES = tuple(each.FEATURE for each in (mlp, norm, loss, stream, offload, trees))
+FEATURES = tuple(each.FEATURE for each in (stream, mlp, norm, loss, offload, trees))
 _ENTRIES = ("train", "evaluation_loop")  # methods in which a rank may wait for others
 _VARIABLE = "RINGTILE_CONFIG"
 _USES = ("train", "evaluate", "predict")  # methods that an enabled Trainer runs otherwise

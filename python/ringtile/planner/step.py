@@ -9,7 +9,8 @@ import contextlib
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -217,7 +218,7 @@ class TrainingStep:
                     self._live.count(buffer, "buffers")
                 self._engine.prepare_reference(self._reference)
         if setup.ringtile.activation_offloading and (setup.gradient_checkpointing or setup.ringtile.stream):
-            self._offload = _Offload(self._model, patches)
+            self._offload = _Offload(self._model, patches, _HostMemory(self._live))
         if setup.ringtile.context_parallel_size > 1:
             for owner, name, checkpoint in checkpoints(self._model):
                 patches.set(owner, name, functools.partial(self._checkpointed, checkpoint))
@@ -237,7 +238,7 @@ class TrainingStep:
         setup, live = self.setup, self._live
         self._calls = []
         if self._offload is not None:
-            self._offload.host_bytes = 0
+            self._offload.saved_bytes = 0
         size = setup.ringtile.context_parallel_size
         layout = Layout.named(resolved(setup.ringtile.layout), -(-seq_len // _multiple(setup)) * _multiple(setup), size)
         mask = IntervalMask.causal(layout.seq_len)
@@ -538,16 +539,51 @@ class _Hidden:
         return self.tensor
 
 
+class _HostMemory:
+    """`PinnedCopies` on fake tensors: counts the bytes of the host, and copies nothing."""
+
+    def __init__(self, live: Live) -> None:
+        self._live, self.now, self.peak = live, 0, 0
+
+    def takes(self, tensor: Tensor) -> bool:
+        return True
+
+    def empty(self, like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+        with _disable_current_modes(), _steps[-1]._fake:
+            made = torch.empty(like.shape if shape is None else shape, dtype=like.dtype)
+        self._live.ignore(made)
+        self._add(made.nbytes)
+        weakref.finalize(made.untyped_storage(), self._add, -made.nbytes)
+        return made
+
+    def _add(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+    def begin(self, source: Tensor, target: Tensor) -> None:
+        pass
+
+    def wait(self, ticket: None) -> None:
+        pass
+
+
 class _Offload:
     """`tiled/offload.py` on fake tensors, which have no address and no streams: the same tensors at the same time."""
 
-    def __init__(self, model: nn.Module, patches: Patches) -> None:
-        self.host_bytes = 0
+    def __init__(self, model: nn.Module, patches: Patches, ends: _HostMemory) -> None:
+        self.saved_bytes, self.ends = 0, ends
         self._recent: list[_Hidden] = []
         for module in model.modules():
-            for name in ("_gradient_checkpointing_func", "checkpoint_fn", STREAMED):
+            if STREAMED in vars(module):
+                patches.set(module, STREAMED, ends)
+                continue
+            for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
                 if name in vars(module):
                     patches.set(module, name, self._wrap(getattr(module, name)))
+
+    @property
+    def host_bytes(self) -> int:
+        return self.saved_bytes + self.ends.peak
 
     def _wrap(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
         def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -562,7 +598,7 @@ class _Offload:
         if len(self._recent) == 2:
             self._recent.pop(0).tensor = None
         self._recent.append(_Hidden(tensor, self._recent[-1] if self._recent else None))
-        self.host_bytes += tensor.nbytes
+        self.saved_bytes += tensor.nbytes
         return self._recent[-1]
 
     def _unpack(self, packed: Any) -> Tensor:

@@ -88,6 +88,13 @@ def running_chunk() -> Chunk | None:
     return None if torch.compiler.is_compiling() else _running.get()
 
 
+class LoneChunk(Chunk):
+    """Of a module that does not attend."""
+
+    def attend(self, q: Tensor, *args: Any, **options: Any) -> Tensor:
+        raise RefusedError(f"attention of {tuple(q.shape)} in a module beside the layers: {WHOLE}")
+
+
 # ---- one pass: no query attends a later chunk ---------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """A layer that runs on chunks of tokens: in both passes, only one chunk's intermediates, and keys and values, exist.
 
+Its input, its output and their gradients are on the device, or wait in host memory (tiled/host.py).
+
 Shape letters: B batch, S tokens, t tokens of a chunk, E hidden size.
 """
 
@@ -24,10 +26,12 @@ from ringtile.stream.attend import (
     Chunk,
     EndedError,
     Keys,
+    LoneChunk,
     RecordingChunk,
     TakingChunk,
     Whole,
 )
+from ringtile.tiled.host import HostCopies, HostTensor, Reader, Writer, empty_like, in_order
 from ringtile.tiled.replay import Again, Output, RandomState, Replay, as_tuple, run
 from ringtile.tiled.tiles import tiles
 
@@ -66,17 +70,32 @@ def run_chunks(
     *,
     one_pass: bool,
     inside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    copies: HostCopies | None = None,
 ) -> Output:
     """forward(module, x, *rest), at most so many tokens at a time: the same outputs and gradients.
 
     x (B, S, E). Its attention must be `Chunk.attend`; everything else must process each token independently. An
     output, or each of a tuple, must be (B, S, ...) or flat, (B*S, ...), or None. name: of the layer, in errors.
-    one_pass: no query attends a later chunk. inside: entered around both passes.
+    one_pass: no query attends a later chunk. inside: entered around both passes. copies: the first output waits in host
+    memory, as x may do, and so do their gradients; None: on the device.
 
     RefusedError: an output is none of these, the layer does not attend, or attends a later chunk in one pass.
     """
     kind = _OnePass if one_pass else _TwoPasses
-    return run(name, kind(name, Replay(module, forward, x), x, rest, tokens, inside), x)
+    return run(name, kind(name, Replay(module, forward, x), x, rest, tokens, inside, copies), x)
+
+
+def run_tokens(
+    name: str,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    x: Tensor,
+    tokens: int,
+    copies: HostCopies | None = None,
+) -> Output:
+    """`run_chunks` of a module that takes x alone, (B, S) or (B, S, E), and processes each token independently."""
+    rest = Rest([], [], pytree.tree_structure(((), {})))
+    return run(name, _Apart(name, Replay(module, forward, x), x, rest, tokens, contextlib.nullcontext, copies), x)
 
 
 class _Chunks(abc.ABC):
@@ -90,8 +109,9 @@ class _Chunks(abc.ABC):
         rest: Rest,
         tokens: int,
         inside: Callable[[], AbstractContextManager[None]],
+        copies: HostCopies | None,
     ) -> None:
-        self.name, self.replay, self.rest, self.inside = name, replay, rest, inside
+        self.name, self.replay, self.rest, self.inside, self.copies = name, replay, rest, inside, copies
         self.batch, self.seq_len = x.shape[:2]
         self.tokens = tokens
         self.extra = rest.differentiable
@@ -100,33 +120,47 @@ class _Chunks(abc.ABC):
         self.are_flat: list[bool] = []  # the outputs, (B*S, ...)
 
     def forward(self, x: Tensor, *weights: Tensor | None) -> Output:
-        outputs: list[Any] = []
+        outputs: list[Writer | None] = []
         with self.inside():
             is_tuple = self._forward(x, outputs)
-        whole = [out.flatten(0, 1) if flat else out for out, flat in zip(outputs, self.are_flat, strict=True)]
+        filled = [None if out is None else out.close() for out in outputs]
+        whole: list[Any] = [
+            out.flatten(0, 1) if flat and out is not None else out
+            for out, flat in zip(filled, self.are_flat, strict=True)
+        ]
         return tuple(whole) if is_tuple else whole[0]
 
     @abc.abstractmethod
-    def _forward(self, x: Tensor, outputs: list[Any]) -> bool:
+    def _forward(self, x: Tensor, outputs: list[Writer | None]) -> bool:
         """Fills the outputs. Whether the layer returns a tuple."""
 
     # A separate call per chunk frees the chunk's tensors before the next one starts.
-    def _run(self, chunk: Chunk, x: Tensor, outputs: list[Any]) -> bool:
+    def _run(self, chunk: Chunk, x: Tensor, outputs: list[Writer | None]) -> bool:
         """Fills one chunk's rows of the outputs, which the first chunk allocates. Whether the layer returns a tuple."""
         tokens = chunk.tokens
         args, kwargs = self.rest.on(tokens, {})
         with chunk.running(self.batch):
-            result = self.replay.call(x[:, tokens].clone(), *args, **kwargs)  # the layer may modify it
-        if chunk.num_calls == 0:
+            result = self.replay.call(x.clone(), *args, **kwargs)  # the layer may modify it
+        if chunk.num_calls == 0 and not isinstance(chunk, LoneChunk):
             raise self._refused(tokens, 0)
         rows = self._rows(result, tokens)
         if not outputs:
             self.are_flat = [out is not of_chunk for out, of_chunk in zip(as_tuple(result), rows, strict=True)]
-            outputs += [None if y is None else y.new_empty(self.batch, self.seq_len, *y.shape[2:]) for y in rows]
+            outputs += [None if y is None else Writer(self._empty(index, y)) for index, y in enumerate(rows)]
         for out, of_chunk in zip(outputs, rows, strict=True):
-            if of_chunk is not None:
-                out[:, tokens] = of_chunk
+            if out is not None and of_chunk is not None:
+                out.put(tokens, of_chunk)
         return isinstance(result, tuple)
+
+    def _empty(self, index: int, of_chunk: Tensor) -> Tensor:
+        """Room for an output of all tokens."""
+        shape = (self.batch, self.seq_len, *of_chunk.shape[2:])
+        if self.copies is None or index > 0 or self.are_flat[0] or not of_chunk.is_floating_point():
+            return of_chunk.new_empty(shape)
+        return HostTensor.empty(of_chunk, shape, self.copies)
+
+    def _order(self, *, reverse: bool = False) -> list[slice]:
+        return in_order(self.seq_len, self.tokens, reverse=reverse)
 
     def _refused(self, tokens: slice, num_calls: int) -> RefusedError:
         return RefusedError(
@@ -154,21 +188,22 @@ class _Chunks(abc.ABC):
                 None if dout is None else self._by_rows(dout, self.seq_len) if flat else dout
                 for dout, flat in zip(douts, self.are_flat, strict=True)
             ],
-            x.new_zeros(x.shape) if needed[0] else None,
+            Writer(empty_like(x)) if needed[0] else None,
             {i: torch.zeros_like(self.rest.leaves[i]) for i, need in zip(self.extra, needed[1:], strict=False) if need},
         )
         with self.replay.again(weights[num_extra:], self.random_states[0]) as again, self.inside():
             self._backward(again, x, grads)
-        return grads.dx, [*(grads.dextra.get(i) for i in self.extra), *again.grads]
+        dx = None if grads.dx is None else grads.dx.close()
+        return dx, [*(grads.dextra.get(i) for i in self.extra), *again.grads]
 
     @abc.abstractmethod
     def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
         """Adds to the gradients."""
 
     def _inputs(self, tokens: slice, x: Tensor, grads: _Grads) -> tuple[Tensor, dict[int, Tensor]]:
-        """A chunk's leaves: of x, and of the arguments that need a gradient, by index."""
+        """A chunk's leaves: x, and the arguments that need a gradient, by index."""
         cut = {i: self.rest.cut(self.rest.leaves[i], i, tokens) for i in grads.dextra}
-        return x[:, tokens].detach().requires_grad_(grads.dx is not None), {
+        return x.detach().requires_grad_(grads.dx is not None), {
             i: leaf.detach().requires_grad_() for i, leaf in cut.items()
         }
 
@@ -181,16 +216,36 @@ class _Chunks(abc.ABC):
         leaves: tuple[Tensor, dict[int, Tensor]],
         grads: _Grads,
         besides: Sequence[Tensor] = (),
+        before: Tensor | None = None,
     ) -> list[Tensor | None]:
-        """Adds a chunk's part to all gradients. Returns those of what is besides."""
+        """Adds a chunk's part to all gradients. Returns those of what is besides. before: the part of dx so far."""
         of_x = [] if grads.dx is None else [leaves[0]]
         found = again.differentiate(outputs, douts, [*of_x, *leaves[1].values(), *besides])
-        if grads.dx is not None and (dx := found.pop(0)) is not None:
-            grads.dx[:, tokens] += dx
+        if grads.dx is not None:
+            dx = found.pop(0)
+            if before is not None:
+                dx = before if dx is None else before + dx
+            grads.dx.put(tokens, torch.zeros_like(leaves[0]) if dx is None else dx)
         for i in leaves[1]:
             if (grad := found.pop(0)) is not None:
                 self.rest.cut(grads.dextra[i], i, tokens).add_(grad)
         return found
+
+    def _backward_chunk(
+        self, chunk: Chunk, again: Again, x: Tensor, douts: Sequence[Reader | None], grads: _Grads
+    ) -> Tensor | None:
+        """Runs a chunk again and differentiates it. Returns the gradient of the out that it takes, in two passes."""
+        leaves, tokens = self._inputs(chunk.tokens, x, grads), chunk.tokens
+        args, kwargs = self.rest.on(tokens, leaves[1])
+        with chunk.running(self.batch):
+            result = again(leaves[0].clone(), *args, **kwargs)
+        of_chunk = [None if dout is None else dout.take(tokens) for dout in douts]
+        rows = self._rows(result, tokens)
+        if not isinstance(chunk, TakingChunk):
+            self._differentiate(again, rows, of_chunk, tokens, leaves, grads)
+            return None
+        (dout,) = self._differentiate(again, rows, of_chunk, tokens, leaves, grads, [chunk.out])
+        return torch.zeros_like(chunk.out) if dout is None else dout
 
     def _rows(self, result: Any, tokens: slice) -> list[Tensor | None]:
         """The outputs on a chunk, (B, t, ...) each: those that are so already themselves, others in that shape."""
@@ -213,18 +268,35 @@ class _Chunks(abc.ABC):
         return x.view(self.batch, num_tokens, *x.shape[1:])
 
 
+class _Apart(_Chunks):
+    """No token attends another."""
+
+    def _forward(self, x: Tensor, outputs: list[Writer | None]) -> bool:
+        read, is_tuple = Reader(x, self._order()), False
+        for tokens in tiles(self.seq_len, self.tokens):
+            self.random_states[tokens.start] = RandomState(x)
+            is_tuple = self._run(LoneChunk(tokens, self.seq_len), read.take(tokens), outputs)
+        return is_tuple
+
+    def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
+        read, douts = Reader(x, self._order()), grads.readers(self._order())
+        for tokens in tiles(self.seq_len, self.tokens):
+            self._restore(tokens)
+            self._backward_chunk(LoneChunk(tokens, self.seq_len), again, read.take(tokens), douts, grads)
+
+
 class _OnePass(_Chunks):
     """No query attends a later chunk."""
 
     num_calls = 0  # of attention, in a chunk
 
-    def _forward(self, x: Tensor, outputs: list[Any]) -> bool:
+    def _forward(self, x: Tensor, outputs: list[Writer | None]) -> bool:
         keys: list[Keys] = []
-        is_tuple = False
+        read, is_tuple = Reader(x, self._order()), False
         for tokens in tiles(self.seq_len, self.tokens):
             self.random_states[tokens.start] = RandomState(x)
             chunk = CausalChunk(tokens, self.seq_len, "forward", keys)
-            is_tuple = self._run(chunk, x, outputs)
+            is_tuple = self._run(chunk, read.take(tokens), outputs)
             if chunk.num_calls != len(keys):
                 raise self._refused(tokens, chunk.num_calls)
         self.num_calls = len(keys)
@@ -233,74 +305,72 @@ class _OnePass(_Chunks):
     def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
         keys: list[Keys] = []
         with torch.no_grad():
+            read = Reader(x, self._order())
             for tokens in tiles(self.seq_len, self.tokens):
                 self._restore(tokens)
                 chunk = CausalChunk(tokens, self.seq_len, "keys", keys, self.num_calls)
-                self._end_at_attention(again, chunk, x[:, tokens], {})
+                self._end_at_attention(again, chunk, read.take(tokens), {})
         last = (self.seq_len - 1) // self.tokens * self.tokens
+        read, douts = Reader(x, self._order(reverse=True)), grads.readers(self._order(reverse=True))
         for reverse in tiles(self.seq_len, self.tokens):
             begin = last - reverse.start
             tokens = slice(begin, min(begin + self.tokens, self.seq_len))
             self._restore(tokens)
-            self._backward_chunk(CausalChunk(tokens, self.seq_len, "backward", keys), again, x, grads)
-
-    def _backward_chunk(self, chunk: Chunk, again: Again, x: Tensor, grads: _Grads) -> None:
-        leaves = self._inputs(chunk.tokens, x, grads)
-        args, kwargs = self.rest.on(chunk.tokens, leaves[1])
-        with chunk.running(self.batch):
-            result = again(leaves[0].clone(), *args, **kwargs)
-        self._differentiate(
-            again, self._rows(result, chunk.tokens), grads.of_chunk(chunk.tokens), chunk.tokens, leaves, grads
-        )
+            chunk = CausalChunk(tokens, self.seq_len, "backward", keys)
+            self._backward_chunk(chunk, again, read.take(tokens), douts, grads)
 
 
 class _TwoPasses(_Chunks):
     """Any mask, and ranks that share the sequence."""
 
-    def _forward(self, x: Tensor, outputs: list[Any]) -> bool:
+    def _forward(self, x: Tensor, outputs: list[Writer | None]) -> bool:
         before = random_states()
         whole, is_tuple = self._whole(self.replay.call, x), False
         if drawn_since(before):  # pass B would draw others
             raise RefusedError(f"{self.name} draws random numbers before its attention: {WHOLE}")
         out = whole.attend(*whole.inputs)
         del whole
+        read = Reader(x, self._order())
         for tokens in tiles(self.seq_len, self.tokens):
             self.random_states[tokens.start] = RandomState(x)
-            is_tuple = self._run(TakingChunk(tokens, self.seq_len, out[:, tokens]), x, outputs)
+            is_tuple = self._run(TakingChunk(tokens, self.seq_len, out[:, tokens]), read.take(tokens), outputs)
         return is_tuple
 
     def _whole(self, call: Callable[..., Any], x: Tensor) -> Whole:
         """The inputs of attention: pass A without gradients."""
-        whole = Whole()
+        whole, read = Whole(), Reader(x, self._order())
         with torch.no_grad():
             for tokens in tiles(self.seq_len, self.tokens):
-                self._end_at_attention(call, RecordingChunk(tokens, self.seq_len, whole), x[:, tokens], {})
+                self._end_at_attention(call, RecordingChunk(tokens, self.seq_len, whole), read.take(tokens), {})
         return whole
 
     def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
         whole = self._whole(again, x)
         out = whole.attend(*(y.requires_grad_() for y in whole.inputs))
         dout = torch.empty_like(out)
+        read, douts = Reader(x, self._order()), grads.readers(self._order())
         for tokens in tiles(self.seq_len, self.tokens):
             self._restore(tokens)
-            dout[:, tokens] = self._after_attention(tokens, out[:, tokens].detach(), again, x, grads)
+            chunk = TakingChunk(tokens, self.seq_len, out[:, tokens].detach().requires_grad_())
+            found = self._backward_chunk(chunk, again, read.take(tokens), douts, grads)
+            assert found is not None
+            dout[:, tokens] = found
         of_inputs = torch.autograd.grad(out, whole.inputs, dout)
         del whole, out, dout
+        read = Reader(x, self._order())
+        so_far = None if grads.dx is None else Reader(grads.dx.close(), self._order())
         for tokens in tiles(self.seq_len, self.tokens):
-            self._before_attention(tokens, of_inputs, again, x, grads)
-
-    def _after_attention(self, tokens: slice, out: Tensor, again: Again, x: Tensor, grads: _Grads) -> Tensor:
-        """Pass B of a chunk; returns the gradient of attention's out (B, t, H, Dv)."""
-        leaves = self._inputs(tokens, x, grads)
-        args, kwargs = self.rest.on(tokens, leaves[1])
-        with TakingChunk(tokens, self.seq_len, out.requires_grad_()).running(self.batch):
-            result = again(leaves[0].clone(), *args, **kwargs)
-        rows, douts = self._rows(result, tokens), grads.of_chunk(tokens)
-        (dout,) = self._differentiate(again, rows, douts, tokens, leaves, grads, [out])
-        return torch.zeros_like(out) if dout is None else dout
+            before = None if so_far is None else so_far.take(tokens)
+            self._before_attention(tokens, of_inputs, again, read.take(tokens), before, grads)
 
     def _before_attention(
-        self, tokens: slice, of_inputs: Sequence[Tensor], again: Again, x: Tensor, grads: _Grads
+        self,
+        tokens: slice,
+        of_inputs: Sequence[Tensor],
+        again: Again,
+        x: Tensor,
+        before: Tensor | None,
+        grads: _Grads,
     ) -> None:
         """Pass A of a chunk. of_inputs: the gradients of attention's q, k and v of all tokens, and of its sinks."""
         leaves, chunk = self._inputs(tokens, x, grads), RecordingChunk(tokens, self.seq_len)
@@ -308,7 +378,7 @@ class _TwoPasses(_Chunks):
         of_chunk: list[Tensor | None] = [y[:, tokens] for y in of_inputs[:3]]
         if len(of_inputs) > 3:
             of_chunk.append(of_inputs[3] if tokens.start == 0 else None)
-        self._differentiate(again, chunk.made, of_chunk, tokens, leaves, grads)
+        self._differentiate(again, chunk.made, of_chunk, tokens, leaves, grads, before=before)
 
 
 @dataclass(eq=False)
@@ -316,9 +386,9 @@ class _Grads:
     """Gradients of all tokens: of the outputs (B, S, ...), and those to be found."""
 
     douts: list[Tensor | None]
-    dx: Tensor | None
+    dx: Writer | None
     dextra: dict[int, Tensor]  # by the index of the leaf
 
-    def of_chunk(self, tokens: slice) -> list[Tensor | None]:
-        """Those of a chunk's outputs."""
-        return [None if dout is None else dout[:, tokens] for dout in self.douts]
+    def readers(self, order: Sequence[slice]) -> list[Reader | None]:
+        """Of the outputs' gradients."""
+        return [None if dout is None else Reader(dout, order) for dout in self.douts]

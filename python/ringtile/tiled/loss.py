@@ -21,6 +21,7 @@ from torch import Tensor
 from ringtile import arguments, derivatives, ops
 from ringtile.checksum import checksum
 from ringtile.errors import InputError, shown
+from ringtile.tiled.host import HostTensor, RowReader, RowWriter, empty_like, multiply_
 from ringtile.tiled.tiles import check_tile_tokens, compute_dtype, device_type, linear, tiles
 from ringtile.tiled.vocab_parallel import LossOptions, VocabParallel, group_of, local_vocab_shard
 from ringtile.tiled.weight_grad import (
@@ -191,6 +192,8 @@ def tiled_outputs(kind: type[Job], call: LossCall) -> Tensor:
             max_local_classes = weight.size(0) if vocab_parallel is None else vocab_parallel.max_local_classes
             tile_tokens = loss_tile_tokens(max_local_classes, dtype, hidden.device)
         job = kind(rows, labels_flat, dtype, tile_tokens, logit_scale, options, vocab_parallel)
+        if group is not None and isinstance(hidden, HostTensor):
+            hidden = hidden.clone()  # on the device, where its gradient is summed over the ranks
         hidden_rows = hidden.flatten(0, -2)
         if reduction == "none":
             per_token: Tensor = _PerToken.apply(job, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
@@ -301,11 +304,14 @@ class Job:
         self, needed: tuple[bool, ...], factors: Tensor | None, hidden: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, list[Tensor | None]]:
         state, product = ops.state_dtype(self.dtype), product_dtype(self.dtype, hidden.device)
-        outputs = hidden.new_zeros(hidden.size(0), *self.outputs, dtype=state)
-        dhidden = torch.zeros_like(hidden, dtype=state if self.vocab_parallel else None) if needed[0] else None
+        outputs = torch.zeros(hidden.size(0), *self.outputs, dtype=state, device=hidden.device)
+        read, dhidden = RowReader(hidden, self.rows, self.tile_tokens), None
+        if needed[0]:
+            empty = empty_like(hidden, dtype=state if self.vocab_parallel else None)
+            dhidden = RowWriter(empty, self.rows, self.tile_tokens)
         weight_sum, bias_sum = new_grad_sums((weight, bias), needed[1:])
         num_rows = min(self.tile_tokens, self.rows.numel())
-        product_buffer = hidden.new_empty((num_rows, weight.size(0)), dtype=product)
+        product_buffer = torch.empty((num_rows, weight.size(0)), dtype=product, device=hidden.device)
         # In the dtype of the sums: the loss is computed in it, and no product is rounded twice.
         state_buffer = None if product == state else torch.empty_like(product_buffer, dtype=state)
         # If weights must be widened, a few classes at a time; otherwise all classes at once.
@@ -316,7 +322,7 @@ class Job:
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in tiles(self.rows.numel(), self.tile_tokens):
                 rows, labels = self.rows[tile], self.labels[tile]
-                x = hidden[rows].to(self.dtype).to(product)  # (t, E)
+                x = read.take(tile).to(self.dtype).to(product)  # (t, E)
                 products = product_buffer[: x.size(0)]
                 for columns in tiles(weight.size(0), num_columns):
                     part, part_bias = weight[columns], None if bias is None else bias[columns]
@@ -340,10 +346,11 @@ class Job:
                     dx = torch.zeros_like(x)
                     for columns in tiles(weight.size(0), num_columns):
                         dx.addmm_(products[:, columns], weight[columns].to(self.dtype).to(product))
-                    dhidden[rows] = dx.to(dhidden.dtype)
-        if self.vocab_parallel is not None and dhidden is not None:
-            self.vocab_parallel.sum_(dhidden)
-        return outputs, [dhidden, weight_sum, bias_sum]
+                    dhidden.put(tile, dx.to(dhidden.out.dtype))
+        of_hidden = None if dhidden is None else dhidden.close()
+        if self.vocab_parallel is not None and of_hidden is not None:
+            self.vocab_parallel.sum_(of_hidden)
+        return outputs, [of_hidden, weight_sum, bias_sum]
 
     def _add_weight_grads_(
         self, weight_sum: Tensor | None, bias_sum: Tensor | None, dlogits: Tensor, x: Tensor, labels: Tensor
@@ -430,7 +437,7 @@ class _Reduced(torch.autograd.Function):
             factor = (dtotal * (ctx.job.logit_scale / (ctx.denominator or 1.0))).view(1)
             for gradient in gradients:
                 if gradient is not None:
-                    gradient.mul_(factor)
+                    multiply_(gradient, factor, ctx.job.tile_tokens)
             return round_grad_sums(gradients, inputs)
 
         with ctx.job.propagate_errors(f"{_NAME} backward"):

@@ -21,67 +21,16 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ringtile.errors import RefusedError
+from ringtile.tiled.host import HostCopies
 
 ON_DEVICE = 2  # layer inputs on the device at a time: one in use, one being copied
-
-
-class Copy(NamedTuple):
-    """A copy in flight: its target, not to be read before `HostCopies.wait(ticket)`."""
-
-    tensor: Tensor
-    ticket: Any
-
-
-class HostCopies(Protocol):
-    """Copies between a device and host memory, in the order they are started, concurrently with compute."""
-
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether the tensor is on a device that this transfer copies from."""
-
-    def begin_to_host(self, tensor: Tensor) -> Copy:
-        """Starts after all work queued so far. The tensor must stay unmodified until the ticket is waited for."""
-
-    def begin_to_device(self, host: Tensor, device: torch.device) -> Copy:
-        """Starts the copy back. Keep source and target alive until the ticket is waited for."""
-
-    def wait(self, ticket: Any) -> None:
-        """Orders all later device work, and reuse of memory freed later, after that copy."""
-
-
-class CudaTransfer:
-    """Pinned host memory, and one side stream per device."""
-
-    def __init__(self) -> None:
-        self._side: dict[torch.device, torch.cuda.Stream] = {}
-
-    def takes(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda
-
-    def begin_to_host(self, tensor: Tensor) -> Copy:
-        return self._begin(tensor, torch.empty_like(tensor, device="cpu", pin_memory=True), tensor.device)
-
-    def begin_to_device(self, host: Tensor, device: torch.device) -> Copy:
-        return self._begin(host, torch.empty_like(host, device=device), device)
-
-    def _begin(self, source: Tensor, target: Tensor, device: torch.device) -> Copy:
-        """Copies on the side stream, after the current stream's work: it wrote the source or last used the target."""
-        if device not in self._side:
-            self._side[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side = self._side[device]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            target.copy_(source, non_blocking=True)
-            return Copy(target, side.record_event())
-
-    def wait(self, ticket: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(ticket.device).wait_event(ticket)
 
 
 class _Saved:
@@ -93,7 +42,8 @@ class _Saved:
         self.transfer, self.device = transfer, tensor.device
         self.previous = weakref.ref(previous) if previous is not None else lambda: None
         held = tensor.detach()  # keeps the memory, not the graph
-        self.host, self.ticket = transfer.begin_to_host(held)
+        self.host = transfer.empty(held)
+        self.ticket = transfer.begin(held, self.host)
         self.on_device, self.version = held, held._version
 
     def is_copy_of(self, tensor: Tensor) -> bool:
@@ -104,7 +54,8 @@ class _Saved:
     def prefetch(self) -> None:
         """Starts the copy back to the device, unless the tensor is there."""
         if self.on_device is None:
-            self.on_device, self.ticket = self.transfer.begin_to_device(self.host, self.device)
+            self.on_device = torch.empty_like(self.host, device=self.device)
+            self.ticket = self.transfer.begin(self.host, self.on_device)
             self.version = self.on_device._version
 
     def take(self) -> Tensor:

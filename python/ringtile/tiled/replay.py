@@ -54,7 +54,7 @@ class _Keep(torch.autograd.Function):
     ) -> Tensor:
         ctx.name, ctx.work, ctx.handover = name, work, handover
         ctx.save_for_backward(x, *weights)
-        return x.new_zeros(())
+        return torch.zeros((), device=x.device)
 
     @staticmethod
     def backward(ctx: Any, danchor: Tensor) -> tuple[Tensor | None, ...]:
@@ -87,7 +87,7 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.handover.append(douts)
         defined = [dout for dout in douts if dout is not None]
-        return defined[0].new_zeros(()) if defined else None, None, None
+        return torch.zeros((), device=defined[0].device) if defined else None, None, None
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ringtile.errors import RefusedError
+from ringtile.hf.batch import STREAMED
 from ringtile.hf.feature import Feature
 from ringtile.hf.liger import from_liger
 from ringtile.hf.patches import Patches
@@ -57,7 +58,7 @@ def install_tiled_norm(model: nn.Module, tile_tokens: int, patches: Patches) -> 
 def find_norms(model: nn.Module) -> dict[str, nn.Module]:
     """The RMSNorms of a model, by name: modules whose class is called so, with one weight, for the last dim.
 
-    Not torch's own nor Liger's, which are one kernel.
+    Not torch's own nor Liger's, which are one kernel, and not one that is streamed.
     """
     return {
         name: module
@@ -65,6 +66,7 @@ def find_norms(model: nn.Module) -> dict[str, nn.Module]:
         if type(module).__name__.endswith("RMSNorm")
         and not isinstance(module, nn.RMSNorm)
         and not from_liger(module)
+        and STREAMED not in vars(module)
         and _width(module)
     }
 

@@ -13,14 +13,16 @@ from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf.batch import CHECKPOINTING, STREAMED
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.patches import Patches
-from ringtile.tiled.offload import ActivationOffload, CudaTransfer, HostCopies
+from ringtile.tiled.host import HostCopies, PinnedCopies
+from ringtile.tiled.offload import ActivationOffload
 
 logger = logging.getLogger(__name__)
 
 
 def offload_activations(model: nn.Module, transfer: HostCopies | None = None) -> Patches:
-    """Move the hidden state (B, N, E) that each checkpointed or streamed layer saves to pinned host memory.
+    """Move the hidden state (B, N, E) that each checkpointed layer saves to pinned host memory.
 
+    Of streamed layers (`stream_layers`) inputs and outputs, and their gradients, are there, and a chunk on the device.
     Results do not change.
     Call it after turning it on: transformers' `activation_checkpointing_enable` (`gradient_...` up to 5.22),
     reentrant or not, or torch's `checkpoint_wrapper`, which FSDP's `activation_checkpointing` uses. `.restore()` on the
@@ -29,7 +31,7 @@ def offload_activations(model: nn.Module, transfer: HostCopies | None = None) ->
     RefusedError: no layer is checkpointed; raised in the forward or backward: a hidden state was modified in place.
     """
     patches = Patches()
-    _install(model, transfer or CudaTransfer(), patches)
+    _install(model, transfer or PinnedCopies(), patches)
     return patches
 
 
@@ -37,7 +39,7 @@ def _install(model: nn.Module, transfer: HostCopies, patches: Patches) -> None:
     offload = ActivationOffload(transfer)
     wrappers = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
     layers: list[Any] = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
-    streamed = [module for module in model.modules() if STREAMED in vars(module)]
+    streamed = _streamed(model)
     if not wrappers and not layers and not streamed:
         raise RefusedError(
             f"activation_offloading: {type(model).__name__} has no checkpointed layer, and only their inputs move; "
@@ -46,9 +48,13 @@ def _install(model: nn.Module, transfer: HostCopies, patches: Patches) -> None:
     for wrapper in wrappers:
         patches.set(wrapper, "checkpoint_fn", offload.wrap(wrapper.checkpoint_fn))
     for layer in streamed:
-        patches.set(layer, STREAMED, offload.wrap(getattr(layer, STREAMED)))
+        patches.set(layer, STREAMED, transfer)
     for layer in layers:
         patches.set(layer, "_gradient_checkpointing_func", offload.wrap(layer._gradient_checkpointing_func))
+
+
+def _streamed(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if STREAMED in vars(module)]
 
 
 class OffloadActivations(TrainerCallback):
@@ -65,14 +71,15 @@ class OffloadActivations(TrainerCallback):
                 "activation_offloading: torch_compile is true, but a compiled graph decides which tensors it saves; "
                 "set one of the two to false"
             )
-        if self.transfer is None and args.device.type != "cuda":  # a test's transfer copies from any device
+        # A test's transfer copies from any device; streamed layers take the same path on all of them.
+        if self.transfer is None and args.device.type != "cuda" and not _streamed(model):
             logger.warning(
                 "activation_offloading: the model is on the %s, so nothing is offloaded: only CUDA devices have memory"
                 " apart from the host's",
                 args.device.type,
             )
             return
-        _install(model, self.transfer or CudaTransfer(), self.patches)
+        _install(model, self.transfer or PinnedCopies(), self.patches)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.patches.restore()

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, Trainer
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -39,7 +40,8 @@ from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.stream.attend import WHOLE, attends_no_later_chunk, running_chunk
-from ringtile.stream.layer import Rest, run_chunks
+from ringtile.stream.layer import Rest, run_chunks, run_tokens
+from ringtile.tiled.host import HostCopies, to_host
 from ringtile.tiled.mlp import check_parts
 from ringtile.tiled.tiles import tile_limit
 
@@ -56,7 +58,10 @@ def stream_layers(model: nn.Module, stream_tokens: int = 16384) -> Patches:
 
     Of all tokens exist, besides the layers' inputs and outputs, only one layer's keys and values, and in the backward
     their gradients in float32. The backward runs each layer again, chunk by chunk, last chunk first. Attention is
-    ringtile's. Call this before deepspeed.initialize: ZeRO-3 then gathers a layer's parameters together.
+    ringtile's. The embedding and the norm behind the layers run on such chunks too. With `offload_activations` the
+    layers' inputs and outputs wait in host memory.
+
+    Call this before deepspeed.initialize: ZeRO-3 then gathers a layer's parameters together.
 
     Without gradients a layer that is given a cache runs whole; in training it is given none.
 
@@ -105,7 +110,12 @@ def install(base: PreTrainedModel, stream_tokens: int, patches: Patches) -> None
         gather_as_one(layer, patches)
         forward = _StreamedLayer(name, own_forward(name, layer), stream_tokens)
         patches.set(layer, "forward", MethodType(forward, layer))
-        patches.set(layer, STREAMED, _call)
+        patches.set(layer, STREAMED, None)
+    for name, module in _beside(base, layers).items():
+        patches.set(
+            module, "forward", MethodType(_StreamedTokens(name, own_forward(name, module), stream_tokens), module)
+        )
+        patches.set(module, STREAMED, None)
 
 
 def find_layers(base: PreTrainedModel) -> dict[str, nn.Module]:
@@ -115,6 +125,29 @@ def find_layers(base: PreTrainedModel) -> dict[str, nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
     return found
+
+
+def _beside(base: PreTrainedModel, layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The embedding, and the norms next to the list of layers, by name: what runs before and behind the layers."""
+    embedding = base.get_input_embeddings()
+    lists = {name.rpartition(".")[0] for name in layers}
+    owners = {name.rpartition(".")[0] for name in lists}
+    found = {
+        name: module
+        for name, module in base.named_modules()
+        if (module is embedding and _is_plain(module))
+        or (type(module).__name__.endswith("Norm") and name.rpartition(".")[0] in owners)
+    }
+    return {name: module for name, module in found.items() if "forward" not in vars(module)}
+
+
+def _is_plain(embedding: nn.Module) -> bool:
+    """Whether the gradient of its weight is a sum over tokens, and the weight whole."""
+    return (
+        isinstance(embedding, nn.Embedding)
+        and not (embedding.sparse or embedding.scale_grad_by_freq or embedding.max_norm)
+        and not isinstance(embedding.weight, DTensor)
+    )
 
 
 def _check(base: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
@@ -163,14 +196,16 @@ class _StreamedLayer(TiledForward):
         batch, sequence = active_batch(), getattr(given.get("attention_mask"), attention.SEQUENCE, None)
         if batch is not None and sequence is None:
             sequence = batch.sequence
-        run: Any = getattr(module, STREAMED)
+        copies: HostCopies | None = getattr(module, STREAMED)
+        hidden = x if copies is None else to_host(x, copies)
         how: dict[str, Any] = {
+            "copies": copies,
             "one_pass": sequence is None or attends_no_later_chunk(sequence, tokens),
             "inside": as_now(),
         }
         return with_recorded(
             self._uncheckpointed,
-            lambda forward: run(lambda x: run_chunks(self.name, module, forward, x, rest, tokens, **how), x),
+            lambda forward: run_chunks(self.name, module, forward, hidden, rest, tokens, **how),
         )
 
     def _uncheckpointed(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -198,8 +233,21 @@ class _StreamedLayer(TiledForward):
         return dim
 
 
-def _call(function: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    return function(hidden)
+@dataclass(frozen=True)
+class _StreamedTokens(TiledForward):
+    """The forward of a module that takes one tensor, (B, S) or (B, S, E), and processes each token alone."""
+
+    tokens: int
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x: Any = next(iter((*args, *kwargs.values())), None)
+        limit, copies = tile_limit(), getattr(module, STREAMED)
+        tokens = min(self.tokens, limit or self.tokens)
+        is_one = len(args) + len(kwargs) == 1 and isinstance(x, Tensor) and x.dim() in (2, 3) and x.numel() > 0
+        if limit == 0 or not is_one or (copies is None and (x.size(1) <= tokens or not torch.is_grad_enabled())):
+            return self.own_forward(module, *args, **kwargs)
+        return run_tokens(self.name, module, self.own_forward, x, tokens, copies)
 
 
 @contextlib.contextmanager
