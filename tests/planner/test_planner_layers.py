@@ -13,8 +13,8 @@ from ringtile.errors import RefusedError
 from ringtile.hf import model
 from ringtile.hf.batch import ShardedBatch, active
 from ringtile.hf.features import indexed, latents, recurrent
-from ringtile.hf.inputs import Reading, shard_batch
 from ringtile.hf.patches import Patches
+from ringtile.hf.shard import Reading, shard_batch
 from ringtile.planner.advice import step_seconds
 from ringtile.planner.grpo import Grpo
 from ringtile.planner.live import Live
