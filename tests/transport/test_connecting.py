@@ -68,7 +68,7 @@ def test_strangers_that_say_nothing_delay_no_rank(hosts: int) -> None:
     assert time.monotonic() - began < sockets._INTRODUCTION_SECONDS
     first, second = (sockets.SocketChannel(*each, 20.0) for each in links)
     second.send(b"x" * HEADER_BYTES, [0])
-    first.wait([1])
+    assert first.wait([1], 20.0)
     assert first.receive(1) == b"x" * HEADER_BYTES
     assert strangers[2].recv(1) == b""  # closed: it said what no peer says
     for each in (first, second, *strangers):
@@ -211,7 +211,7 @@ def header(number: int) -> bytes:
 
 
 def take(channel: sockets.SocketChannel, peer: int) -> bytes:
-    channel.wait([peer])
+    assert channel.wait([peer], 20.0)
     received = channel.receive(peer)
     assert received is not None
     return received

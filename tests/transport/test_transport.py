@@ -30,7 +30,7 @@ from ringtile import (
     ring_attention,
 )
 from ringtile.transport import agreement, shared_memory, sockets
-from ringtile.transport.agreement import HEADER_BYTES
+from ringtile.transport.agreement import HEADER_BYTES, Terms
 from ringtile.transport.groups import Group, group_name, transport_of
 from ringtile.transport.loopback import LoopbackGroup
 
@@ -313,6 +313,34 @@ def test_a_rank_that_does_not_come_to_an_agreed_call_is_named_by_all(dies: bool)
     the others wait for ranks that only wait themselves, and that have come later."""
     with concurrent.futures.ThreadPoolExecutor(4) as worlds:
         list(worlds.map(lambda odd: one_rank_does_not_come(odd, dies), [0, 1, 2, 7]))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "victim", "late", "says_it_is_here"),
+    [(8, 1, set(), True), (20, 1, set(), True), (8, 7, {0, 2, 6}, False), (8, 3, {0, 1}, False)],
+    ids=["it has come", "it has come, of many", "its neighbours are late", "its neighbour is, and another"],
+)
+def test_a_silent_rank_is_named_within_two_seconds_after_the_timeout(
+    world_size: int, victim: int, late: set[int], says_it_is_here: bool
+) -> None:
+    """Of the first rank that waits. The late ones come just before it; the victim may have come, and been stopped."""
+    done, began, seconds = threading.Barrier(world_size), time.monotonic(), 2.5
+
+    def on_rank(group: LoopbackGroup) -> tuple[str, float]:
+        transport, taken = group.transport, 0.0
+        message = f"rank {victim} was lost in"
+        if transport.rank == victim and says_it_is_here:
+            transport._send_header("test", Terms("test", "cpu", {"rounds": 2}).header(1))
+        elif transport.rank != victim:
+            time.sleep(2.0 * (transport.rank in late))
+            message = message_of(PeerLostError, lambda: pass_on(group))
+            taken = time.monotonic() - began
+        done.wait(50)
+        return message, taken
+
+    for message, taken in LoopbackWorld(world_size, seconds).run(on_rank):
+        assert message.startswith(f"rank {victim} was lost in"), message
+        assert taken < seconds + 2
 
 
 # ---- CUDA graphs --------------------------------------------------------------------------------

@@ -76,8 +76,8 @@ class Channel:
     """The connections of a rank; what two ranks send each other stays in order."""
 
     def __init__(self, world: World, rank: int, world_size: int) -> None:
-        self.world, self.rank, self.num_sent = world, rank, 0
-        self.boxes: dict[int, deque[bytes]] = {peer: deque() for peer in tree_neighbors(rank, world_size)}
+        self.world, self.rank, self.num_sent, self.timeout_seconds = world, rank, 0, 1.0
+        self.boxes: dict[int, deque[bytes]] = {peer: deque() for peer in tree_neighbours(rank, world_size)}
         self.last: dict[int, float] = {}
 
     def send(self, header: bytes, peers: Collection[int]) -> None:

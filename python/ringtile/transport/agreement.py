@@ -18,6 +18,9 @@ A rank that finds a difference passes the header that differs on, instead of the
 every rank that hears of it: whose header equals that of its neighbor gets one that differs from both. So each rank
 raises RingMismatchError, and each edge carries as many headers as if all had agreed: none belongs to a later call.
 Ranks agree on terms together, so terms that are new to one rank are new to all.
+
+A rank that has waited for the timeout asks the neighbours that wait as it does for whom, as they do theirs. Who misses
+one that has not come says so at once, however late it came itself.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from __future__ import annotations
 import collections
 import json
 import struct
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,10 +46,11 @@ HANG_UP_TAG, FIRST_PAYLOAD_TAG = 0x5254_0000, 0x5254_0001
 _NUM_PAYLOAD_TAGS = 2**31 - FIRST_PAYLOAD_TAG
 # A header ends with the rank whose it is and a byte that says what its sender knows: that all ranks on its side of the
 # tree agree; that it makes this call, and no more yet; that it does, and goes on without waiting for the others; that
-# the ranks differ, and the header is one that differs from its own.
+# the ranks differ, and the header is one that differs from its own; that it has waited long enough.
 _END = struct.Struct("<Ic")
 _TEXT_BYTES = HEADER_BYTES - _END.size
-_AGREES, _HERE, _AHEAD, _DIFFERS = b"=", b".", b">", b"!"
+_AGREES, _HERE, _AHEAD, _DIFFERS, _ASKS = b"=", b".", b">", b"!", b"?"
+_ANSWER_SECONDS = 1.0  # that a rank which has asked for whom the others wait gives them to find out
 MAX_REASON = 400  # characters, which JSON may double; a header has room for as many
 
 HeaderValue = int | float | str
@@ -108,9 +113,10 @@ class _Sent:
     text: bytes
     runs_ahead: bool  # the host goes on without waiting for others
     refused: bool  # this rank does not make the call: the others hear why, and what they say does not matter
-    told: set[int] = field(default_factory=set)  # the neighbors that need no more from this rank
-    here: set[int] = field(default_factory=set)  # the neighbors that have come to this call
-    done: set[int] = field(default_factory=set)  # the neighbors that will say no more
+    asked: bool = False  # a neighbour has waited long enough
+    told: set[int] = field(default_factory=set)  # the neighbours that need no more from this rank
+    here: set[int] = field(default_factory=set)  # the neighbours that have come to this call
+    done: set[int] = field(default_factory=set)  # the neighbours that will say no more
     others: dict[int, bytes] = field(default_factory=dict)  # by rank, texts that differ from this rank's
 
 
@@ -122,6 +128,7 @@ class Headers:
         self._channel = channel
         self._neighbors = tree_neighbors(rank, world_size)
         self._open: collections.deque[_Sent] = collections.deque()  # whose headers are not all compared, oldest first
+        self._next: dict[int, bytes] = {}  # by neighbour, its header of the next call; empty: it has closed
 
     def send(self, op: str, call: int, text: bytes, *, runs_ahead: bool = False, refused: bool = False) -> None:
         sent = _Sent(op, call, text, runs_ahead, refused)
@@ -154,10 +161,10 @@ class Headers:
 
         Raises PeerGoneError, and RingMismatchError, which breaks the group where a rank has gone on with its call.
         """
-        overtime = False
+        deadline, has_slept, has_asked = time.monotonic() + self._channel.timeout_seconds, False, False
         while self._open:
-            arrived, sent = self._read(), self._open[0]
-            missing = [peer for peer in self._neighbors if peer not in sent.done]
+            arrived, sent = self._read(has_slept), self._open[0]
+            missing = [peer for peer in self._neighbours if peer not in sent.done]
             if not missing:
                 self._open.popleft()
                 if sent.others:
@@ -165,44 +172,64 @@ class Headers:
             elif not arrived:
                 if not wait:
                     return
-                try:
-                    self._channel.wait(missing)
-                except PeerGoneError as gone:
+                has_slept, listening = True, set(self._neighbours) - set(self._next)
+                late = sent.asked and not has_asked
+                if late or not self._channel.wait(listening, deadline - time.monotonic()):
                     silent = [peer for peer in missing if peer not in sent.here]
-                    if not silent and not overtime:
-                        overtime = True  # they wait too, and will say for whom
-                        continue
-                    raise PeerGoneError(min(silent or missing), gone.reason) from None
+                    if silent or has_asked:
+                        reason = f"nothing came for {self._channel.timeout_seconds:g} s"
+                        raise PeerGoneError(min(silent or missing), reason)
+                    self._channel.send(sent.text + _END.pack(self._rank, _ASKS), missing)
+                    deadline, has_asked = time.monotonic() + _ANSWER_SECONDS, True
 
-    def _read(self) -> bool:
-        """Take in what has arrived, and answer it; return whether there was anything."""
+    def _read(self, all_neighbours: bool) -> bool:
+        """Take in what has arrived, and answer it; return whether an open call has got any further.
+
+        all_neighbours: listen to those, too, of which no open call waits for more.
+        """
         arrived = False
-        nothing_came: set[int] = set()  # of these neighbors, so what comes later belongs to no later call
-        for sent in self._open:
-            for peer in self._neighbors:
-                while peer not in sent.done and peer not in nothing_came:
-                    if (header := self._channel.receive(peer)) is None:
-                        nothing_came.add(peer)
-                    else:
-                        arrived = True
-                        self._hear(sent, peer, header)
+        for peer in self._neighbours:
+            while (sent := self._waits_for(peer)) or (all_neighbours and peer not in self._next):
+                try:
+                    header = self._next.pop(peer, None) or self._channel.receive(peer)
+                except PeerGoneError:
+                    if sent is not None:
+                        raise
+                    header = b""  # then the next call raises it
+                if header is None:
+                    break
+                if header[-1:] == _ASKS:
+                    for each in self._open:
+                        each.asked |= peer in each.here
+                elif sent is None:
+                    self._next[peer] = header
+                else:
+                    arrived = True
+                    self._hear(sent, peer, header)
         return arrived
+
+    def _waits_for(self, peer: int) -> _Sent | None:
+        """Return the first call in which a neighbour has more to say."""
+        for sent in self._open:
+            if peer not in sent.done:
+                return sent
+        return None
 
     def _hear(self, sent: _Sent, peer: int, header: bytes) -> None:
         text, (rank, says) = header[:_TEXT_BYTES], _END.unpack(header[_TEXT_BYTES:])
+        if says == b" ":  # in place of a header, see `announce`
+            fields = decode(header)
+            reason = fields.get("reason", "a message that is no ringtile header")
+            if (lost := fields.get("lost")) is not None:
+                raise PeerGoneError(lost, reason)
+            raise self._break(RingMismatchError(reason))
         sent.here.add(peer)
         if says != _HERE or sent.runs_ahead:
             sent.done.add(peer)
         if text == sent.text:
             if says == _AGREES and not sent.others:
                 self._pass_on(sent)
-            return
-        fields = decode(header)
-        if "reason" in fields:  # in place of a header, see `announce`
-            if (lost := fields.get("lost")) is not None:
-                raise PeerGoneError(lost, fields["reason"])
-            raise self._break(RingMismatchError(fields["reason"]))
-        if not sent.refused:
+        elif not sent.refused:
             whose = rank if says == _DIFFERS else peer
             sent.others[whose] = text
             if sent.runs_ahead or says == _AHEAD:

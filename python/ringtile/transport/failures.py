@@ -185,9 +185,8 @@ class SocketFailureDetector(FailureDetector):
         self._listener.start()
 
     def _listen(self) -> None:
-        while not self._closing and (listening := [peer for peer in self.neighbors if peer not in self._ended]):
-            with contextlib.suppress(PeerGoneError):
-                self._channel.wait(listening, 3600.0)
+        while not self._closing and (listening := [peer for peer in self.neighbours if peer not in self._ended]):
+            self._channel.wait(listening, 3600.0)
             for peer in listening:
                 if not self._closing:
                     self.read(peer)

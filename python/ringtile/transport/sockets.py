@@ -52,12 +52,12 @@ _LAST_SECONDS = 0.5  # that the last headers of a rank may take to reach the sto
 class SocketChannel:
     """Carries headers between this rank and others, in order: a connected socket for each of them.
 
-    free: close the sockets, in a forked process without ending the connections.
+    timeout_seconds: that of the group. free: close the sockets, in a forked process without ending the connections.
     """
 
     def __init__(self, sockets: dict[int, socket.socket], timeout_seconds: float) -> None:
         self._sockets = sockets
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._parts = dict.fromkeys(sockets, b"")  # the part of a header that has arrived
         self._sends_last = threading.Lock()  # the thread that passes news on, and the rank's own
         for connection in sockets.values():
@@ -113,17 +113,12 @@ class SocketChannel:
         self._parts[peer] = b"" if complete else part
         return part if complete else None
 
-    def wait(self, peers: Collection[int], timeout_seconds: float | None = None) -> None:
-        """Return when there is something to receive from one of these peers.
-
-        Raises PeerGoneError after the timeout; None: that of the group.
-        """
-        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+    def wait(self, peers: Collection[int], seconds: float) -> bool:
+        """Return whether there is something to receive from one of these peers, as soon as there is."""
         poll = select.poll()
         for peer in peers:
             poll.register(self._sockets[peer], select.POLLIN)
-        if not poll.poll(seconds * 1000):
-            raise PeerGoneError(min(peers), f"nothing came for {seconds:g} s")
+        return bool(poll.poll(max(seconds, 0.0) * 1000))
 
     def close(self) -> None:
         """End the connections, for which another thread may be waiting; peers still receive what was sent before."""
@@ -198,8 +193,7 @@ def _carry(store: Store, rank: int, peers: list[int], inside: SocketChannel, tim
                 return
         idle = time.monotonic() - last
         pause = min(max(idle / 4, _LOOK_SECONDS[0]), _LOOK_SECONDS[1]) if idle < timeout_seconds else 3600.0
-        with contextlib.suppress(PeerGoneError):  # nobody waits for a header longer than the timeout
-            inside.wait(peers, pause)
+        inside.wait(peers, pause)  # nobody waits for a header longer than the timeout
 
 
 # ---- meeting in the store -----------------------------------------------------------------------

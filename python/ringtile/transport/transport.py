@@ -334,7 +334,9 @@ class Transport(abc.ABC):
         suspects, reason = sorted({each.peer for each in gone}), gone[0].reason
         found = Loss(suspects[0], reason) if len(suspects) == 1 else None
         if self._failure is None:
-            self.detector.fail(reason)  # at once: the others may be asking the same
+            self.detector.fail(reason)  # at once: the others may be asking the same, or waiting for headers
+            if found is not None and self._headers is not None:
+                self._headers.announce(found.reason, found.rank)
             found = self.detector.find(found, reason, _SEARCH_SECONDS)
             if found is not None:
                 self._tell(found)
