@@ -8,8 +8,6 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent import futures
-from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -25,32 +23,25 @@ Result = TypeVar("Result")
 
 _serial = itertools.count()
 _GONE = "it has hung up"
+_Key = tuple[int, int, int, int]  # of a message: sender, receiver, payload tag, and its number among those
 
 
-class _Parcel(NamedTuple):
-    """A copy of what was sent, and the event that marks when a GPU has made it."""
+class Hall:
+    """What the virtual ranks of a world share: messages, detectors and channels."""
 
-    tensor: Tensor
-    made: torch.cuda.Event | None
-
-
-class _Arrival(NamedTuple):
-    """A message to a virtual rank."""
-
-    tensor: Tensor
-    message: Future[_Parcel]
-    timeout_seconds: float
-
-    def wait(self) -> None:
-        try:
-            sent = self.message.result(self.timeout_seconds)
-        except futures.TimeoutError:
-            raise RuntimeError(f"nothing came for {self.timeout_seconds:g} s") from None
-        if sent.made is not None:  # by the stream of the sender's thread; this thread may be on another one
-            stream = torch.cuda.current_stream(sent.tensor.device)
-            stream.wait_event(sent.made)
-            sent.tensor.record_stream(stream)
-        self.tensor.copy_(sent.tensor)
+    def __init__(self, world_size: int, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.detectors: list[_LoopbackDetector] = []
+        self.changed = threading.Condition()
+        self.sent: dict[_Key, tuple[Tensor, torch.cuda.Event | None]] = {}  # copies, and when a GPU has made each
+        self.gone: set[int] = set()
+        ends: list[dict[int, socket.socket]] = [{} for _ in range(world_size)]
+        for rank in range(world_size):
+            self.detectors.append(_LoopbackDetector(rank, world_size, self.detectors))
+            for peer in tree_neighbours(rank, world_size):
+                if peer > rank:
+                    ends[rank][peer], ends[peer][rank] = socket.socketpair()
+        self.channels = [SocketChannel(each, timeout_seconds) for each in ends]
 
 
 class _LoopbackDetector(FailureDetector):
@@ -69,49 +60,25 @@ class _LoopbackDetector(FailureDetector):
             self._hall[peer].hear_end(self.rank, _GONE)
 
 
-class Hall:
-    """What the virtual ranks of a world share: messages, detectors and channels."""
+class _Arrival(NamedTuple):
+    """A message to a virtual rank."""
 
-    def __init__(self, world_size: int, timeout_seconds: float) -> None:
-        self.timeout_seconds = timeout_seconds
-        self.detectors: list[_LoopbackDetector] = []
-        self._lock = threading.Lock()
-        # By sender, receiver and tag, the messages that only one of the two has posted, in order.
-        self._posted: dict[tuple[int, int, int], collections.deque[Future[_Parcel]]] = {}
-        self._gone: set[int] = set()
-        ends: list[dict[int, socket.socket]] = [{} for _ in range(world_size)]
-        for rank in range(world_size):
-            self.detectors.append(_LoopbackDetector(rank, world_size, self.detectors))
-            for peer in tree_neighbors(rank, world_size):
-                if peer > rank:
-                    ends[rank][peer], ends[peer][rank] = socket.socketpair()
-        self.channels = [SocketChannel(each, timeout_seconds) for each in ends]
+    tensor: Tensor
+    key: _Key
+    hall: Hall
 
-    def post(self, sender: int, receiver: int, tag: int, parcel: _Parcel | None = None) -> Future[_Parcel]:
-        """Return the oldest message that only the other rank has posted, or a new one. parcel: None from a receiver."""
-        key = sender, receiver, tag
-        with self._lock:
-            posted = self._posted.setdefault(key, collections.deque())
-            if posted and posted[0].done() == (parcel is None):
-                message = posted.popleft()
-            else:
-                posted.append(message := Future())
-            if not posted:
-                del self._posted[key]
-            if parcel is not None:
-                message.set_result(parcel)
-            elif sender in self._gone and not message.done():
-                message.set_exception(RuntimeError(_GONE))
-        return message
-
-    def leave(self, rank: int) -> None:
-        """End the messages of a rank; what it sent before still arrives."""
-        with self._lock:
-            self._gone.add(rank)
-            for (sender, *_), posted in self._posted.items():
-                for message in posted:
-                    if sender == rank and not message.done():
-                        message.set_exception(RuntimeError(_GONE))
+    def wait(self) -> None:
+        hall, sender = self.hall, self.key[0]
+        with hall.changed:
+            hall.changed.wait_for(lambda: self.key in hall.sent or sender in hall.gone, hall.timeout_seconds)
+            if self.key not in hall.sent:
+                raise RuntimeError(_GONE if sender in hall.gone else f"nothing came for {hall.timeout_seconds:g} s")
+            sent, made = hall.sent.pop(self.key)
+        if made is not None:  # by the stream of the sender's thread; this thread may be on another one
+            stream = torch.cuda.current_stream(sent.device)
+            stream.wait_event(made)
+            sent.record_stream(stream)
+        self.tensor.copy_(sent)
 
 
 class LoopbackTransport(Transport):
@@ -122,20 +89,32 @@ class LoopbackTransport(Transport):
         self.hosts = (0,) * world_size
         self.detector = hall.detectors[rank]
         self._hall = hall
+        self._call, self._numbers = 0, collections.Counter[tuple[int, int]]()  # of its messages, by their way
 
     def _connect(self) -> Headers:
         return Headers(self.rank, self.world_size, self._hall.channels[self.rank])
 
     def _start(self, tensor: Tensor, peer: int, *, outgoing: bool) -> Work | None:
+        if self._call != self.num_calls:
+            self._call = self.num_calls
+            self._numbers.clear()
+        way = (self.rank, peer) if outgoing else (peer, self.rank)
+        self._numbers[way] += 1
+        key = *way, self._payload_tag, self._numbers[way]
         if not outgoing:
-            return _Arrival(tensor, self._hall.post(peer, self.rank, self._payload_tag), self._hall.timeout_seconds)
+            return _Arrival(tensor, key, self._hall)
         copy = tensor.clone()
         made = torch.cuda.current_stream(copy.device).record_event() if copy.is_cuda else None
-        self._hall.post(self.rank, peer, self._payload_tag, _Parcel(copy, made))
+        with self._hall.changed:
+            self._hall.sent[key] = copy, made
+            self._hall.changed.notify_all()
         return None
 
     def _end_messages(self) -> None:
-        self._hall.leave(self.rank)
+        """End the messages of this rank; what it sent before still arrives."""
+        with self._hall.changed:
+            self._hall.gone.add(self.rank)
+            self._hall.changed.notify_all()
 
     def leave(self) -> None:
         """End this rank's part, whether it has made a call or not."""
@@ -175,15 +154,15 @@ class LoopbackWorld:
         results: dict[int, Result] = {}
         errors: list[BaseException] = []
 
-        def run_rank(rank: int) -> None:
+        def run_rank(group: LoopbackGroup) -> None:
             try:
-                results[rank] = function(self.groups[rank])
+                results[group.transport.rank] = function(group)
             except BaseException as error:
                 errors.append(error)
             finally:
-                self.groups[rank].transport.leave()
+                group.transport.leave()
 
-        threads = [threading.Thread(target=run_rank, args=(rank,)) for rank in range(len(self.groups))]
+        threads = [threading.Thread(target=run_rank, args=(group,)) for group in self.groups]
         for thread in threads:
             thread.start()
         for thread in threads:
