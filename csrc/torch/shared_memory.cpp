@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <memory>
 #include <vector>
@@ -140,12 +141,13 @@ PyObject *wait(PyObject *, PyObject *args) {
         const double at_most = std::clamp(left.count(), 0.0, 1000.0); // then looks for Ctrl-C
         const rt_shm_state state = without_gil(
             [&] { return rt_shm_wait(message->shm, &message->message, static_cast<int64_t>(at_most) + 1); });
-        if (state != RT_SHM_PENDING) return PyBool_FromLong(state == RT_SHM_DONE);
-        if (PyErr_CheckSignals() != 0) return nullptr;
-        if (left.count() <= 0) {
-            PyErr_SetString(PyExc_TimeoutError, "shm_wait");
-            return nullptr;
-        }
+        if (state == RT_SHM_DONE) Py_RETURN_NONE;
+        if (state == RT_SHM_PENDING && PyErr_CheckSignals() != 0) return nullptr;
+        if (state == RT_SHM_PENDING && left.count() > 0) continue;
+        char reason[64] = "it has closed the connection";
+        if (state == RT_SHM_PENDING) (void)snprintf(reason, sizeof(reason), "nothing came for %g s", seconds);
+        PyErr_SetString(PyExc_RuntimeError, reason);
+        return nullptr;
     }
 }
 
@@ -176,7 +178,7 @@ PyMethodDef shared_memory_methods[] = {
     {"shm_post", post, METH_VARARGS,
      "shm_post(end, peer, outgoing, tag, address, num_bytes, tensor) -> message, which keeps the tensor"},
     {"shm_wait", wait, METH_VARARGS,
-     "shm_wait(message, seconds) -> True: done; False: the peer or the message is lost. TimeoutError"},
+     "shm_wait(message, seconds); RuntimeError: the peer or the message is lost, or nothing came for so long"},
     {"shm_drop", drop, METH_VARARGS, "shm_drop(end): drops all pending messages"},
     {"shm_close", close_end, METH_VARARGS, "shm_close(end): drops all messages, for good"},
     {nullptr, nullptr, 0, nullptr}};

@@ -33,7 +33,6 @@ typedef struct ring {
 } ring;
 
 typedef struct segment {
-    char token[RT_SHM_TOKEN_BYTES];
     _Alignas(64) _Atomic uint32_t is_asleep; // the owner wants a byte when something changes
     _Alignas(4096) ring rings[];             // by sender
 } segment;

@@ -20,9 +20,9 @@ extern "C" {
 #endif
 
 // A chunk should stay in the caches of both cores from copy to copy.
-enum { RT_SHM_CHUNK_BYTES = 256 << 10, RT_SHM_NUM_CHUNKS = 8, RT_SHM_TOKEN_BYTES = 16 };
+enum { RT_SHM_CHUNK_BYTES = 256 << 10, RT_SHM_NUM_CHUNKS = 8 };
 
-// The size of a rank's segment, all zero at first. Its first RT_SHM_TOKEN_BYTES bytes are the caller's.
+// The size of a rank's segment, all zero at first.
 int64_t rt_shm_segment_bytes(int64_t num_ranks);
 
 // Maps a file of rt_shm_segment_bytes bytes; NULL if the system refuses. Forked processes do not inherit the mapping.

@@ -288,8 +288,7 @@ def fresh_pool() -> Iterator[Any]:
 
 
 def ring_with_victim(signal_number: int, where: str) -> tuple[str, float]:
-    """The last rank sends itself a signal before it posts a message; what the others are told, and how long after it
-    (seconds)."""
+    """The last rank sends itself a signal before it posts a message; what the others are told, and seconds after it."""
     transport, store = transport_of(dist.group.WORLD), dist.distributed_c10d._get_default_store()
     start_messages = transport.exchange
 
@@ -301,9 +300,7 @@ def ring_with_victim(signal_number: int, where: str) -> tuple[str, float]:
 
     if transport.rank == transport.world_size - 1:
         transport.exchange = fatal  # type: ignore[method-assign]
-    importlib.import_module(
-        "torch._dynamo"
-    )  # which torch imports at the first call of an op: seconds on a busy machine, more than the group's timeout
+    importlib.import_module("torch._dynamo")  # as the first call of an op: seconds, which may exceed the timeout
     store.set(f"{transport.rank} is ready", "")
     store.wait([f"{rank} is ready" for rank in range(transport.world_size)], datetime.timedelta(seconds=60))
     try:

@@ -93,7 +93,7 @@ MUTANTS = [
     ),
     Mutant(
         "collectives: gradient of unshard not summed",
-        "python/ringtile/transport/collectives.py",
+        "python/ringtile/transport/groups.py",
         "total += shard\n",
         "total = shard\n",
         "tests/sequence/test_layout.py",
@@ -255,7 +255,7 @@ MUTANTS = [
     ),
     Mutant(
         "tower: an empty part of features keeps its strides",
-        "python/ringtile/transport/collectives.py",
+        "python/ringtile/transport/groups.py",
         "x.flatten().view(torch.uint8)",
         "x.view(torch.uint8)",
         "tests/sequence/test_layout.py -k any_strides",

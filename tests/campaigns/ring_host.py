@@ -32,7 +32,7 @@ class Alone(ProcessGroupTransport):
     def _post(self, messages: Messages, what: str) -> Works:
         return self._post_batch(messages, what)
 
-    def _send_header(self, op: str, header: bytes, **options: bool) -> None:
+    def _send_header(self, header: bytes, **options: bool) -> None:
         pass
 
 

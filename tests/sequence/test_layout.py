@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ringtile import ops
 from ringtile.errors import InputError, LayoutError, RingMismatchError
 from ringtile.sequence.layout import CHUNKS_PER_RANK, Layout, Run
-from ringtile.transport.collectives import all_gather_seq
+from ringtile.transport.groups import all_gather_seq
 from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld
 from strategies import layouts, random_layouts
 from torch import Tensor

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from ringtile.transport import sockets
 from ringtile.transport.agreement import PeerGoneError
-from ringtile.transport.failures import MAX_NEIGHBORS, Loss, SocketFailureDetector, neighbors
+from ringtile.transport.failures import MAX_NEIGHBORS, FailureDetector, Loss, neighbors
 from ringtile.transport.sockets import Meeting
 
 W = 1024
@@ -70,7 +70,7 @@ class World:
         self.num_messages = [0] * W
         self.lost: set[int] = set()
         self.channels = [Channel(self, rank) for rank in range(W)]
-        self.detectors = [SocketFailureDetector(rank, W, self.channels[rank]) for rank in range(W)]  # type: ignore[arg-type]
+        self.detectors = [FailureDetector(rank, W, neighbors(rank, W), self.channels[rank]) for rank in range(W)]  # type: ignore[arg-type]
         self.known: dict[int, float] = {}  # by rank, when it has heard of a loss
 
     def post(self, sender: int, receiver: int, header: bytes | None) -> None:
@@ -175,7 +175,7 @@ def test_a_period_in_which_all_ranks_failed_and_went_on_counts_no_more() -> None
 # ---- over sockets -------------------------------------------------------------------------------
 
 
-def connected(world_size: int) -> tuple[list[SocketFailureDetector], list[sockets.SocketChannel]]:
+def connected(world_size: int) -> tuple[list[FailureDetector], list[sockets.SocketChannel]]:
     store = dist.HashStore()
 
     def join(rank: int) -> sockets.SocketChannel:
@@ -184,7 +184,9 @@ def connected(world_size: int) -> tuple[list[SocketFailureDetector], list[socket
 
     with concurrent.futures.ThreadPoolExecutor(world_size) as threads:
         channels = list(threads.map(join, range(world_size)))
-    detectors = [SocketFailureDetector(rank, world_size, channel) for rank, channel in enumerate(channels)]
+    detectors = [
+        FailureDetector(rank, world_size, neighbors(rank, world_size), channel) for rank, channel in enumerate(channels)
+    ]
     for detector in detectors:
         detector.period = 1
         detector.listen()
@@ -215,7 +217,7 @@ def test_a_rank_that_does_not_fail_with_the_others_is_silent() -> None:
     detectors, _ = connected(20)
     others = [detector for detector in detectors if detector.rank != 2]
 
-    def find(detector: SocketFailureDetector) -> Loss | None:
+    def find(detector: FailureDetector) -> Loss | None:
         detector.fail("a collective failed")
         lost = detector.find(None, "a collective failed: Timed out", 0.5)
         if lost is not None:

@@ -91,28 +91,28 @@ def test_an_unknown_value_of_the_variable_is_refused() -> None:
 # ---- where sharing fails ------------------------------------------------------------------------
 
 
-def no_files(token: bytes, world_size: int) -> int:
+def no_files(world_size: int) -> int:
     raise OSError("Too many open files")
 
 
-def another_token(token: bytes, world_size: int) -> int:
-    """Make the file another one than its owner told of."""
-    return make_segment(bytes(len(token)), world_size)
+def no_segment(world_size: int) -> int:
+    """A file that has no seals, and cannot be mapped as one that has."""
+    return os.open("/dev/null", os.O_RDWR)
 
 
-def unsealed(token: bytes, world_size: int) -> int:
+def unsealed(world_size: int) -> int:
     with mock.patch.object(fcntl, "fcntl"):
-        return make_segment(token, world_size)
+        return make_segment(world_size)
 
 
-def too_small(token: bytes, world_size: int) -> int:
-    return make_segment(token, world_size - 1)
+def too_small(world_size: int) -> int:
+    return make_segment(world_size - 1)
 
 
 def with_fault(odd: int) -> list[frozenset[int]]:
     """Return by fault of one rank who shares memory with this one; the group works in any case."""
     sharing = []
-    for fault in (no_files, another_token, unsealed, too_small):
+    for fault in (no_files, no_segment, unsealed, too_small):
         is_odd = dist.get_rank() == odd
         with mock.patch.object(shared_memory, "make_segment", fault) if is_odd else contextlib.nullcontext():
             group, peers = opened()
@@ -201,13 +201,7 @@ def killed_with_a_child() -> tuple[str, float]:
                 transport.exchange({0: x}, {}, "round 0")
                 os.kill(os.getpid(), signal.SIGKILL)
             start = time.monotonic()
-            transport.exchange(
-                {},
-                {
-                    1: x,
-                },
-                "round 0",
-            ).wait()
+            transport.exchange({}, {1: x}, "round 0").wait()
             transport.exchange({}, {1: x}, "round 1").wait()
     except PeerLostError as error:
         return str(error), time.monotonic() - start

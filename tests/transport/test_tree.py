@@ -60,7 +60,7 @@ class World:
         self.outcome = {rank: (when - began, text) for rank, (when, text) in self.outcome.items()}
 
     def come(self, rank: int, op: str, refuses: bool) -> None:
-        self.headers[rank].send(op, self.call, Terms(op, "cpu", {}).header(self.call), refused=refuses)
+        self.headers[rank].send(Terms(op, "cpu", {}).header(self.call), refused=refuses)
         self.look(rank)
 
     def look(self, rank: int) -> None:
@@ -77,7 +77,7 @@ class Channel:
 
     def __init__(self, world: World, rank: int, world_size: int) -> None:
         self.world, self.rank, self.num_sent, self.timeout_seconds = world, rank, 0, 1.0
-        self.boxes: dict[int, deque[bytes]] = {peer: deque() for peer in tree_neighbours(rank, world_size)}
+        self.boxes: dict[int, deque[bytes]] = {peer: deque() for peer in tree_neighbors(rank, world_size)}
         self.last: dict[int, float] = {}
 
     def send(self, header: bytes, peers: Collection[int]) -> None:

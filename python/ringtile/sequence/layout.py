@@ -20,8 +20,7 @@ from ringtile import arguments, ops
 from ringtile.errors import InputError, LayoutError, shown
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.tree import MAX_SEQ_LEN
-from ringtile.transport.collectives import all_gather_seq
-from ringtile.transport.groups import Group
+from ringtile.transport.groups import Group, all_gather_seq
 
 _MAX_SEARCHED = 2**22  # positions that are listed to name a wrong one
 # The layouts that follow from S and W alone, with the chunks of a rank: what W is multiplied by to pad a sequence.

@@ -2,12 +2,9 @@
 
 A call is known by its *terms*: the op, the device type and whatever else must be equal on all ranks (shapes, dtypes,
 scale, digests of mask and layout). A *header* of one fixed size holds them, with what tells the call from others of its
-kind: its number and, where they are given, a fingerprint of data and the number of the forward that a backward belongs
-to. Headers travel beside the payloads, along the edges of a tree of the ranks, so that a rank has at most three
-connections for them, and sends at most six headers a call, whatever the number of ranks.
-
-A rank sends its header to its neighbors, compares theirs with it, and tells a neighbor that its side of the edge
-agrees as soon as its other neighbors have said so of theirs; when all of them have, all ranks agree.
+kind. Headers travel beside the payloads, along the edges of a tree of the ranks: a rank has at most three connections
+for them, and sends at most six headers a call. It sends its header to its neighbors, compares theirs with it, and
+tells a neighbor that its side of the edge agrees as soon as its other neighbors have said so of theirs.
 
 - New terms: a rank waits for that before a payload travels.
 - Terms that all ranks have agreed on before: payloads start at once. On the CPU a rank waits for the others' headers
@@ -15,11 +12,10 @@ agrees as soon as its other neighbors have said so of theirs; when all of them h
   by then, so a later call raises the difference.
 
 A rank that finds a difference passes the header that differs on, instead of the word that its side agrees, and so does
-every rank that hears of it: whose header equals that of its neighbor gets one that differs from both. So each rank
-raises RingMismatchError, and each edge carries as many headers as if all had agreed: none belongs to a later call.
-Ranks agree on terms together, so terms that are new to one rank are new to all.
+every rank that hears of it. So each rank raises RingMismatchError, and each edge carries as many headers as if all had
+agreed: none belongs to a later call. Ranks agree on terms together, so terms that are new to one rank are new to all.
 
-A rank that has waited for the timeout asks the neighbours that wait as it does for whom, as they do theirs. Who misses
+A rank that has waited for the timeout asks the neighbors that wait as it does for whom, as they do theirs. Who misses
 one that has not come says so at once, however late it came itself.
 """
 
@@ -46,10 +42,11 @@ HANG_UP_TAG, FIRST_PAYLOAD_TAG = 0x5254_0000, 0x5254_0001
 _NUM_PAYLOAD_TAGS = 2**31 - FIRST_PAYLOAD_TAG
 # A header ends with the rank whose it is and a byte that says what its sender knows: that all ranks on its side of the
 # tree agree; that it makes this call, and no more yet; that it does, and goes on without waiting for the others; that
-# the ranks differ, and the header is one that differs from its own; that it has waited long enough.
+# the ranks differ, and the header is one that differs from its own; that it has waited long enough; or, in place of a
+# header, why the group is broken.
 _END = struct.Struct("<Ic")
 _TEXT_BYTES = HEADER_BYTES - _END.size
-_AGREES, _HERE, _AHEAD, _DIFFERS, _ASKS = b"=", b".", b">", b"!", b"?"
+_AGREES, _HERE, _AHEAD, _DIFFERS, _ASKS, _BREAKS = b"=", b".", b">", b"!", b"?", b" "
 _ANSWER_SECONDS = 1.0  # that a rank which has asked for whom the others wait gives them to find out
 MAX_REASON = 400  # characters, which JSON may double; a header has room for as many
 
@@ -108,15 +105,13 @@ def tree_neighbors(rank: int, world_size: int) -> list[int]:
 class _Sent:
     """This rank's header of a call, and what is known of those of the others."""
 
-    op: str
-    call: int
     text: bytes
     runs_ahead: bool  # the host goes on without waiting for others
     refused: bool  # this rank does not make the call: the others hear why, and what they say does not matter
-    asked: bool = False  # a neighbour has waited long enough
-    told: set[int] = field(default_factory=set)  # the neighbours that need no more from this rank
-    here: set[int] = field(default_factory=set)  # the neighbours that have come to this call
-    done: set[int] = field(default_factory=set)  # the neighbours that will say no more
+    asked: bool = False  # a neighbor has waited long enough
+    told: set[int] = field(default_factory=set)  # the neighbors that need no more from this rank
+    here: set[int] = field(default_factory=set)  # the neighbors that have come to this call
+    done: set[int] = field(default_factory=set)  # the neighbors that will say no more
     others: dict[int, bytes] = field(default_factory=dict)  # by rank, texts that differ from this rank's
 
 
@@ -128,10 +123,11 @@ class Headers:
         self._channel = channel
         self._neighbors = tree_neighbors(rank, world_size)
         self._open: collections.deque[_Sent] = collections.deque()  # whose headers are not all compared, oldest first
-        self._next: dict[int, bytes] = {}  # by neighbour, its header of the next call; empty: it has closed
+        self._next: dict[int, bytes] = {}  # by neighbor, its header of the next call; empty: it has closed
 
-    def send(self, op: str, call: int, text: bytes, *, runs_ahead: bool = False, refused: bool = False) -> None:
-        sent = _Sent(op, call, text, runs_ahead, refused)
+    def send(self, text: bytes, *, runs_ahead: bool = False, refused: bool = False) -> None:
+        """Send the header of this rank's next call to its neighbors. Arguments as of `_Sent`. PeerGoneError."""
+        sent = _Sent(text, runs_ahead, refused)
         self._open.append(sent)
         if refused:
             self._differ(sent, self._rank, text)
@@ -161,10 +157,10 @@ class Headers:
 
         Raises PeerGoneError, and RingMismatchError, which breaks the group where a rank has gone on with its call.
         """
-        deadline, has_slept, has_asked = time.monotonic() + self._channel.timeout_seconds, False, False
+        deadline, has_asked = 0.0, False  # 0.0: it has not waited yet
         while self._open:
-            arrived, sent = self._read(has_slept), self._open[0]
-            missing = [peer for peer in self._neighbours if peer not in sent.done]
+            arrived, sent = self._read(all_neighbors=deadline > 0.0), self._open[0]
+            missing = [peer for peer in self._neighbors if peer not in sent.done]
             if not missing:
                 self._open.popleft()
                 if sent.others:
@@ -172,9 +168,10 @@ class Headers:
             elif not arrived:
                 if not wait:
                     return
-                has_slept, listening = True, set(self._neighbours) - set(self._next)
-                late = sent.asked and not has_asked
-                if late or not self._channel.wait(listening, deadline - time.monotonic()):
+                deadline = deadline or time.monotonic() + self._channel.timeout_seconds
+                listening = [peer for peer in self._neighbors if peer not in self._next]
+                is_asked = sent.asked and not has_asked
+                if is_asked or not self._channel.wait(listening, deadline - time.monotonic()):
                     silent = [peer for peer in missing if peer not in sent.here]
                     if silent or has_asked:
                         reason = f"nothing came for {self._channel.timeout_seconds:g} s"
@@ -182,20 +179,20 @@ class Headers:
                     self._channel.send(sent.text + _END.pack(self._rank, _ASKS), missing)
                     deadline, has_asked = time.monotonic() + _ANSWER_SECONDS, True
 
-    def _read(self, all_neighbours: bool) -> bool:
+    def _read(self, *, all_neighbors: bool) -> bool:
         """Take in what has arrived, and answer it; return whether an open call has got any further.
 
-        all_neighbours: listen to those, too, of which no open call waits for more.
+        all_neighbors: listen to those, too, of which no open call waits for more.
         """
         arrived = False
-        for peer in self._neighbours:
-            while (sent := self._waits_for(peer)) or (all_neighbours and peer not in self._next):
+        for peer in self._neighbors:
+            while (sent := self._waits_for(peer)) or (all_neighbors and peer not in self._next):
                 try:
                     header = self._next.pop(peer, None) or self._channel.receive(peer)
                 except PeerGoneError:
                     if sent is not None:
                         raise
-                    header = b""  # then the next call raises it
+                    header = b""  # the next call raises it
                 if header is None:
                     break
                 if header[-1:] == _ASKS:
@@ -209,7 +206,7 @@ class Headers:
         return arrived
 
     def _waits_for(self, peer: int) -> _Sent | None:
-        """Return the first call in which a neighbour has more to say."""
+        """Return the first call in which a neighbor has more to say."""
         for sent in self._open:
             if peer not in sent.done:
                 return sent
@@ -217,7 +214,7 @@ class Headers:
 
     def _hear(self, sent: _Sent, peer: int, header: bytes) -> None:
         text, (rank, says) = header[:_TEXT_BYTES], _END.unpack(header[_TEXT_BYTES:])
-        if says == b" ":  # in place of a header, see `announce`
+        if says == _BREAKS:
             fields = decode(header)
             reason = fields.get("reason", "a message that is no ringtile header")
             if (lost := fields.get("lost")) is not None:
@@ -237,8 +234,7 @@ class Headers:
             self._differ(sent, whose, text)
 
     def _mismatch(self, sent: _Sent, peer: int) -> RingMismatchError:
-        mine, theirs = decode(sent.text), decode(sent.others[peer])
-        return RingMismatchError(describe_difference(self._rank, mine, peer, theirs, sent.call, sent.op))
+        return RingMismatchError(describe_difference(self._rank, decode(sent.text), peer, decode(sent.others[peer])))
 
     def _break(self, mismatch: RingMismatchError) -> RingMismatchError:
         """Tell the neighbors of a difference in a call that a rank has gone on with; they tell theirs."""
@@ -256,7 +252,7 @@ class Headers:
 
 
 def announcement(reason: str, lost: int | None) -> bytes:
-    """Return what stands in place of a header; arguments as of `Headers.announce`."""
+    """Return what stands in place of a header; arguments as of `Headers.announce`. It ends with _BREAKS."""
     text = json.dumps({"version": HEADER_VERSION, "lost": lost, "reason": in_header(reason)})
     return text.encode("ascii").ljust(HEADER_BYTES)
 
@@ -266,16 +262,13 @@ def in_header(text: str) -> str:
     return text.encode("ascii", "replace").decode()[:MAX_REASON]
 
 
-def describe_difference(
-    rank: int, mine: Mapping[str, HeaderValue], peer: int, theirs: Mapping[str, HeaderValue], call: int, op: str
-) -> str:
+def describe_difference(rank: int, mine: Mapping[str, Any], peer: int, theirs: Mapping[str, Any]) -> str:
     """Return the first field in which two headers differ, with both values."""
-    names = [each for each in {**mine, **theirs} if mine.get(each) != theirs.get(each)]
-    name = names[0] if names else "header"
+    name = next((each for each in {**mine, **theirs} if mine.get(each) != theirs.get(each)), "header")
     return (
-        f"ranks disagree on {name} in call {call} ({op}): rank {rank} has {mine.get(name, 'none')}, rank {peer} has "
-        f"{theirs.get(name, 'none')}; all ranks of a group must make the same calls in the same order, with the same "
-        f"global sequence"
+        f"ranks disagree on {name} in call {mine['call']} ({mine['op']}): rank {rank} has {mine.get(name, 'none')}, "
+        f"rank {peer} has {theirs.get(name, 'none')}; all ranks of a group must make the same calls in the same order, "
+        f"with the same global sequence"
     )
 
 

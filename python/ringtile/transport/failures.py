@@ -61,19 +61,21 @@ class Notice(NamedTuple):
     reason: str
     left: bool = False
 
-    def encode(self) -> bytes:
-        """Return HEADER_BYTES bytes, JSON."""
-        return json.dumps(self._replace(reason=in_header(self.reason))).encode("ascii").ljust(HEADER_BYTES)
-
 
 class FailureDetector:
-    """One rank's part: what it has heard, and what it passes on. This class itself has no connections.
+    """One rank's part: what it has heard, and what it passes on. channel: to its neighbors, if it has any.
 
     period: how often this rank has failed and then begun work again. Ranks fail together, so all of them count alike;
     notices of an earlier period count no more. hear_left: called when a neighbor says in this one that it has left.
     """
 
-    def __init__(self, rank: int, world_size: int = 1, neighbors: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int = 1,
+        neighbors: Sequence[int] = (),
+        channel: SocketChannel | None = None,
+    ) -> None:
         self.rank = rank
         self.period = 0
         self.neighbors = neighbors
@@ -83,12 +85,47 @@ class FailureDetector:
         self._notices: dict[int, Notice] = {}  # the first of a loss by period, in the order in which they came
         self._spoke: dict[int, int] = {}  # by neighbor, the last period in which it has failed too
         self._ended: dict[int, str] = {}  # by neighbor whose connection has ended, how
+        self._channel = channel
+        self._listener = threading.Thread(target=self._listen, name="ringtile failures", daemon=True)
+        self._closing = False
+
+    # ---- connections ----------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Start the thread that reads what the neighbors send, and passes it on."""
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self._channel is not None
+        while not self._closing and (listening := [peer for peer in self.neighbors if peer not in self._ended]):
+            self._channel.wait(listening, 3600.0)
+            for peer in listening:
+                if not self._closing:
+                    self.read(peer)
+
+    def read(self, peer: int) -> None:
+        """Take in all that a neighbor has sent."""
+        assert self._channel is not None
+        try:
+            while (notice := self._channel.receive(peer)) is not None:
+                with contextlib.suppress(TypeError, ValueError):
+                    self.hear(peer, Notice(*json.loads(notice)))
+        except PeerGoneError as gone:
+            self.hear_end(peer, gone.reason)
 
     def _send(self, notice: Notice) -> None:
         """Send it to every neighbor that can still be reached, at once or not at all."""
+        if self._channel is not None:
+            text = json.dumps(notice._replace(reason=in_header(notice.reason)))
+            self._channel.send_last(text.encode("ascii").ljust(HEADER_BYTES))
 
     def close(self) -> None:
         """End the connections; the neighbors see that."""
+        self._closing = True
+        if self._channel is not None:
+            self._channel.close()  # which ends the listener's wait
+        if self._listener.ident and self._listener is not threading.current_thread():
+            self._listener.join(1.0)
 
     # ---- what arrives ---------------------------------------------------------------------------
 
@@ -97,30 +134,24 @@ class FailureDetector:
         with self._changed:
             if notice.by == peer and notice.period != _FOR_EVER:
                 self._spoke[peer] = notice.period
-            news = notice.lost != _NOBODY and self._is_new(notice)
-            self._changed.notify_all()
-        if news:
-            self._send(notice)
+        self._take(notice, is_loss=notice.lost != _NOBODY)
         if notice.left and notice.period == self.period:
             self.hear_left()
 
     def hear_end(self, peer: int, reason: str) -> None:
         """Take in that a neighbor's connection has ended."""
-        notice = Notice(self.rank, _FOR_EVER, peer, reason)
         with self._changed:
             self._ended[peer] = reason
-            # A rank that has failed too leaves; it is not the cause.
-            news = self._spoke.get(peer) != self.period and self._is_new(notice)
-            self._changed.notify_all()
-        if news:
-            self._send(notice)
+        # A rank that has failed too leaves; it is not the cause.
+        self._take(Notice(self.rank, _FOR_EVER, peer, reason), is_loss=self._spoke.get(peer) != self.period)
 
-    def _is_new(self, notice: Notice) -> bool:
-        """Return whether to pass it on: the first of its period."""
-        if notice.period in self._notices:
-            return False
-        self._notices[notice.period] = notice
-        return not self._knows_all
+    def _take(self, notice: Notice, is_loss: bool) -> None:
+        """Keep the first loss of a period, and pass it on."""
+        with self._changed:
+            is_first = is_loss and self._notices.setdefault(notice.period, notice) is notice
+            self._changed.notify_all()
+        if is_first and not self._knows_all:
+            self._send(notice)
 
     # ---- what this rank does --------------------------------------------------------------------
 
@@ -169,42 +200,3 @@ class FailureDetector:
                     return Loss(notice.by if notice.lost == self.rank else notice.lost, notice.reason)
                 return Loss(notice.lost, f"rank {notice.by} has lost it ({notice.reason})")
         return None
-
-
-class SocketFailureDetector(FailureDetector):
-    """Over sockets. channel: to the neighbors."""
-
-    def __init__(self, rank: int, world_size: int, channel: SocketChannel) -> None:
-        super().__init__(rank, world_size, neighbors(rank, world_size))
-        self._channel = channel
-        self._listener = threading.Thread(target=self._listen, name="ringtile failures", daemon=True)
-        self._closing = False
-
-    def listen(self) -> None:
-        """Start the thread that reads what the neighbors send, and passes it on."""
-        self._listener.start()
-
-    def _listen(self) -> None:
-        while not self._closing and (listening := [peer for peer in self.neighbours if peer not in self._ended]):
-            self._channel.wait(listening, 3600.0)
-            for peer in listening:
-                if not self._closing:
-                    self.read(peer)
-
-    def read(self, peer: int) -> None:
-        """Take in all that a neighbor has sent."""
-        try:
-            while (notice := self._channel.receive(peer)) is not None:
-                with contextlib.suppress(TypeError, ValueError):
-                    self.hear(peer, Notice(*json.loads(notice)))
-        except PeerGoneError as gone:
-            self.hear_end(peer, gone.reason)
-
-    def _send(self, notice: Notice) -> None:
-        self._channel.send_last(notice.encode())
-
-    def close(self) -> None:
-        self._closing = True
-        self._channel.close()  # which ends the listener's wait
-        if self._listener.ident and self._listener is not threading.current_thread():
-            self._listener.join(1.0)

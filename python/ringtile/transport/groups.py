@@ -1,4 +1,11 @@
-"""From a group, or its name, to this rank's transport, and the transport over a torch.distributed process group."""
+"""From a group, or its name, to this rank's transport: that over a torch.distributed process group, and collectives.
+
+The all-gather and the reduce-scatter of a sharded sequence, each the adjoint of the other, are one differentiable op.
+Every rank of the group calls them, forward and backward. Layouts are tensors here, int64 (R, 5): rank, global_begin,
+stride, local_begin, length, rank after rank.
+
+Shape letters: S global tokens, N local tokens, R runs of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +26,15 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName, _get_process_group_store
 
+from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
 from ringtile.transport import shared_memory, sockets
-from ringtile.transport.agreement import HANG_UP_TAG, Headers, tree_neighbors
-from ringtile.transport.failures import SocketFailureDetector, neighbors
+from ringtile.transport.agreement import HANG_UP_TAG, Headers, HeaderValue, tree_neighbors
+from ringtile.transport.failures import FailureDetector, neighbors
 from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld, loopback_groups
 from ringtile.transport.shared_memory import SharedMemory
 from ringtile.transport.sockets import Meeting, SocketChannel, StoreChannel
-from ringtile.transport.transport import Exchange, Messages, Naming, Transport, Work, Works
+from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS, Exchange, Messages, Naming, Transport, Work, Works
 
 Group = dist.ProcessGroup | DeviceMesh | LoopbackGroup | str
 
@@ -61,9 +69,9 @@ def transport_of(group: Group | None) -> Transport:
     if group is None or group == "":
         return _ALONE
     group = group_of_mesh(group)
-    if isinstance(group, str):
-        if group in loopback_groups:
-            return loopback_groups[group].transport
+    if isinstance(group, str) and (found := loopback_groups.get(group)) is not None:
+        group = found
+    elif isinstance(group, str):
         try:
             group = _resolve_process_group(GroupName(group))
         except RuntimeError as error:
@@ -119,18 +127,9 @@ class ProcessGroupTransport(Transport):
         self._never_waited_for: list[Exchange] = []  # of calls on which the ranks disagreed
 
     def _own_group(self) -> dist.ProcessGroup:
-        group = self._group()
-        if group is None:
+        if (group := self._group()) is None:
             raise InputError("the process group was destroyed; make a new one, and what was built on it")
         return group
-
-    def _start(self, tensor: Tensor, peer: int, *, outgoing: bool) -> Work:
-        if self._shared is not None and peer in self._shared.peers and tensor.is_cpu:
-            ordered = self.num_calls << 32 | self._payload_tag  # there, messages of a later call have larger tags
-            return self._shared.post(tensor, peer, ordered, outgoing=outgoing)
-        group = self._own_group()
-        work: Work = (group.send if outgoing else group.recv)([tensor], peer, self._payload_tag)
-        return work
 
     def check_device(self, device: torch.device) -> None:
         super().check_device(device)
@@ -150,33 +149,33 @@ class ProcessGroupTransport(Transport):
         seconds: float = group._get_backend(device).options._timeout.total_seconds()
         joint: Any = _get_process_group_store(group)
         store = joint.clone()  # a connection of its own, on which others do not wait
-        meeting = Meeting(store, rank, world_size, seconds, token=shared_memory.token_of_segment())
+        meeting = Meeting(store, rank, world_size, seconds, shares=shared_memory.shares_memory())
         self.hosts, tree = meeting.hosts, tree_neighbors(rank, world_size)
         if not self._carries_cpu:
             channel = StoreChannel(meeting.store, rank, tree, seconds)
             weakref.finalize(self, channel.close)
             return Headers(rank, world_size, channel)
-        wires = [tree, neighbors(rank, world_size), shared_memory.peers_of(meeting)]
-        headers, news, links = sockets.connect(meeting, wires)
+        watched = neighbors(rank, world_size)
+        headers, news, links = sockets.connect(meeting, [tree, watched, shared_memory.peers_of(meeting)])
         self._shared = shared_memory.share(meeting, links)
-        self.detector = detector = SocketFailureDetector(rank, world_size, SocketChannel(news, seconds))
+        self.detector = detector = FailureDetector(rank, world_size, watched, SocketChannel(news, seconds))
         weakref.finalize(self, detector.close)
         detector.listen()
         return Headers(rank, world_size, SocketChannel(headers, seconds))
-
-    def _drop_messages(self) -> None:
-        # gloo reads nothing more from a peer whose message has lost its tensor on the way.
-        self._never_waited_for += [
-            each for each in self._under_way if any(isinstance(work, dist.Work) for _, work in each.works)
-        ]
-        if self._shared is not None:
-            self._shared.drop()
 
     def _open(self, device: torch.device) -> None:
         if not self._opened:
             # NCCL connects all ranks of a group in its first operation, and a round may leave some of them out.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group())
             self._opened = True
+
+    def _start(self, tensor: Tensor, peer: int, *, outgoing: bool) -> Work:
+        if self._shared is not None and peer in self._shared.peers and tensor.is_cpu:
+            ordered = self.num_calls << 32 | self._payload_tag  # there, messages of a later call have larger tags
+            return self._shared.post(tensor, peer, ordered, outgoing=outgoing)
+        group = self._own_group()
+        work: Work = (group.send if outgoing else group.recv)([tensor], peer, self._payload_tag)
+        return work
 
     def _post(self, messages: Messages, what: str) -> Works:
         return (super()._post if all(tensor.is_cpu for _, tensor, _ in messages) else self._post_batch)(messages, what)
@@ -187,15 +186,26 @@ class ProcessGroupTransport(Transport):
         NCCL tells messages between two ranks apart by their order alone. As torch's batch_isend_irecv, whose checks of
         each message would take most of the time.
         """
-        group, peers = self._own_group(), tuple(sorted({peer for peer, *_ in messages}))
+        if not messages:
+            return []
+        group, device = self._own_group(), messages[0][1].device
+        peers = tuple(sorted({peer for peer, *_ in messages}))
         with Naming(self, peers, what):
-            coalesces = messages and _coalesces(group, device := messages[0][1].device)
+            coalesces = type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
             if coalesces:
                 group._start_coalescing(device)
             works: Works = []
             for peer, tensor, outgoing in messages:
                 works.append((peers, (group.send if outgoing else group.recv)([tensor], peer, 0)))
             return [(peers, group._end_coalescing(device))] if coalesces else works
+
+    def _drop_messages(self) -> None:
+        # gloo reads nothing more from a peer whose message has lost its tensor on the way.
+        self._never_waited_for += [
+            each for each in self._under_way if any(isinstance(work, dist.Work) for _, work in each.works)
+        ]
+        if self._shared is not None:
+            self._shared.drop()
 
     def _end_messages(self) -> None:
         if self._shared is not None:
@@ -228,6 +238,116 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str | None:
         return None
 
 
-def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the group takes several messages as one batch, as NCCL does."""
-    return type(group) is dist.ProcessGroup and bool(group._get_backend(device).supports_coalescing)
+# ---- collectives along the sequence -------------------------------------------------------------
+
+
+def all_gather_seq(local: Tensor, layout: Tensor, dim: int, seq_len: int, group: Group | None) -> Tensor:
+    """Return the shards of all ranks in global order: size N in `dim` -> size S. Any dtype; differentiable.
+
+    The gradient of a rank's shard is the sum over all ranks, added in rank order in at least float32.
+    The last ranks may hold none. InputError: local has not N tokens in `dim`, or the layout is for more ranks.
+    RingMismatchError, PeerLostError.
+    """
+    if not torch.compiler.is_compiling():
+        with propagate_errors(group, "unshard", local):
+            dim = arguments.check_dim("local", local, dim)
+            if local.device.type == "meta" and transport_of(group).world_size > 1:  # would not get as far as the op
+                raise InputError("local is on meta, which holds no data for the other ranks; expected a real device")
+            derivatives.check_once("unshard", local)
+    full: Tensor = unshard_op(local, layout, dim % local.dim(), seq_len, False, group_name(group))
+    return full
+
+
+_NAMES = "unshard", "gradient of unshard"
+
+
+@torch.library.custom_op("ringtile::unshard", mutates_args=(), tags=NOT_IN_CUDA_GRAPHS)
+def unshard_op(x: Tensor, layout: Tensor, dim: int, size: int, is_gradient: bool, group_name: str) -> Tensor:
+    """Return the shards of all ranks in global order; or the adjoint: this rank's shard of x, summed over all ranks.
+
+    The sum is in rank order, in at least float32. size: of the result in dim.
+    """
+    op, transport = _NAMES[is_gradient], transport_of(group_name)
+    rank, ranks = transport.rank, range(transport.world_size)
+    with transport.propagate_errors(op):
+        runs = _runs_of_ranks(layout, int(layout[:, 4].sum()) if is_gradient else size, transport)
+        lens = [int(each[:, 3].sum()) for each in runs]
+        _check(op, x, dim, sum(lens) if is_gradient else lens[rank], rank)
+    terms: dict[str, HeaderValue] = {
+        "layout digest": ops.digest(layout, layout[:0], layout[:0]),
+        "dtype": str(x.dtype),
+        "dim": dim,
+        "the other sizes": str([*x.shape[:dim], *x.shape[dim + 1 :]]),
+    }
+    with transport.agree(op, terms, x.device):
+        if is_gradient:
+            sends = [_resized(x, dim, num) for num in lens]
+            for shard, of_rank in zip(sends, runs, strict=True):
+                ops.rows_pack_([x], of_rank, dim, [shard])
+        else:
+            sends = [x.contiguous()] * len(ranks)
+        shards = [_resized(x, dim, lens[rank if is_gradient else peer]) for peer in ranks if peer != rank]
+        shards.insert(rank, sends[rank])
+        # As bytes, because gloo does not know every dtype. Flat: a tensor without numbers is contiguous whatever its
+        # strides, and no bytes if the last is not 1.
+        there, back = (
+            {peer: x.flatten().view(torch.uint8) for peer, x in enumerate(parts) if peer != rank}
+            for parts in (sends, shards)
+        )
+        transport.exchange(there, back, op).wait()
+    if not is_gradient:
+        full = _resized(x, dim, size)
+        for shard, of_rank in zip(shards, runs, strict=True):
+            ops.rows_unpack_([full], of_rank, dim, [shard])
+        return full
+    total = torch.zeros_like(shards[rank], dtype=torch.promote_types(x.dtype, torch.float32))
+    for shard in shards:
+        total += shard
+    return total.to(x.dtype)
+
+
+def _runs_of_ranks(layout: Tensor, seq_len: int, transport: Transport) -> list[Tensor]:
+    """Return the runs (R, 4) of each rank. The last ranks may have none."""
+    world_size = int(layout[:, 0].max()) + 1 if layout.numel() else 0
+    if not 0 < world_size <= transport.world_size:
+        raise InputError(
+            f"the layout is for {world_size} ranks, the group has {transport.world_size}; expected the same number"
+        )
+    ops.layout_check(layout, seq_len, world_size)
+    return [layout[layout[:, 0] == rank, 1:].contiguous() for rank in range(transport.world_size)]
+
+
+def _check(op: str, x: Tensor, dim: int, size: int, rank: int) -> None:
+    arguments.check_device("the tensor", x)
+    arguments.check_storage("the tensor", x)
+    if x.size(dim) != size:
+        raise InputError(f"{op} of a tensor {tuple(x.shape)}, dim {dim}; expected size {size} in dim on rank {rank}")
+
+
+def _resized(x: Tensor, dim: int, size: int) -> Tensor:
+    """Return an uninitialized tensor like x, of another size in dim."""
+    return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
+
+
+@unshard_op.register_fake
+def _(x: Tensor, layout: Tensor, dim: int, size: int, is_gradient: bool, group_name: str) -> Tensor:
+    return _resized(x, dim, size)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, int, int, bool, str], output: Tensor) -> None:
+    x, layout, ctx.dim, _, ctx.is_gradient, ctx.group_name = inputs
+    ctx.size = x.size(ctx.dim)
+    ctx.save_for_backward(layout)
+
+
+def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    is_gradient = not ctx.is_gradient
+    with propagate_errors(ctx.group_name, _NAMES[is_gradient], upstream):
+        if is_gradient:
+            derivatives.check_once("the backward of unshard", upstream)
+        (layout,) = ctx.saved_tensors
+        of_x = unshard_op(upstream, layout, ctx.dim, ctx.size, is_gradient, ctx.group_name)
+    return of_x, *[None] * 5
+
+
+unshard_op.register_autograd(_backward, setup_context=_setup)

@@ -38,7 +38,7 @@ class Hall:
         ends: list[dict[int, socket.socket]] = [{} for _ in range(world_size)]
         for rank in range(world_size):
             self.detectors.append(_LoopbackDetector(rank, world_size, self.detectors))
-            for peer in tree_neighbours(rank, world_size):
+            for peer in tree_neighbors(rank, world_size):
                 if peer > rank:
                     ends[rank][peer], ends[peer][rank] = socket.socketpair()
         self.channels = [SocketChannel(each, timeout_seconds) for each in ends]

@@ -2,8 +2,7 @@
 
 In the first call of a group each rank makes a segment, which has no name and is gone with the last process that maps
 it, and hands it to the peers on its host over their connections (sockets.py). Two ranks share memory exactly if each
-has mapped the other's segment and has read from it what the other rank had said, through the store, that it would write
-there. They tell each other; if anything has failed for either, their messages go on over the process group.
+has mapped the other's segment; if anything has failed for either, their messages go on over the process group.
 
 The connection stays: a byte on it wakes a rank that sleeps, and its end shows that the peer has died.
 """
@@ -13,10 +12,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import socket
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -26,8 +24,6 @@ from ringtile.ops import _C
 from ringtile.transport.sockets import Meeting, close_all, to_free_in_child
 
 VARIABLE = "RINGTILE_SHARED_MEMORY"
-_MAX_RANKS = 2048  # a header holds a bit for each
-_TOKEN_BYTES = 16
 _SHARING_SECONDS = 5.0  # that a peer may take to send its segment; then the two go on without
 
 
@@ -38,18 +34,13 @@ class _SharedMessage(NamedTuple):
     timeout_seconds: float
 
     def wait(self) -> None:
-        try:
-            done = _C.shm_wait(self.handle, self.timeout_seconds)
-        except TimeoutError:
-            raise RuntimeError(f"nothing came for {self.timeout_seconds:g} s") from None
-        if not done:
-            raise RuntimeError("it has closed the connection")
+        _C.shm_wait(self.handle, self.timeout_seconds)
 
 
 class SharedMemory:
     """One rank's end of the memory that it shares with `peers`. free: end all messages, for the peers too."""
 
-    def __init__(self, end: Any, links: dict[int, socket.socket], peers: frozenset[int], timeout_seconds: float):
+    def __init__(self, end: Any, links: dict[int, socket.socket], peers: Collection[int], timeout_seconds: float):
         self.peers = peers
         self._end = end
         self._timeout_seconds = timeout_seconds
@@ -74,46 +65,42 @@ def _free(end: Any, links: dict[int, socket.socket]) -> None:
 # ---- sharing ------------------------------------------------------------------------------------
 
 
-def token_of_segment() -> str:
-    """Return what a segment of this rank begins with, in hexadecimal; "" if it shares no memory.
-
-    InputError: the variable has an unknown value.
-    """
+def shares_memory() -> bool:
+    """Return whether this rank may share memory. InputError: the variable has an unknown value."""
     if (value := os.environ.get(VARIABLE) or "1") not in ("0", "1"):
         raise InputError(f"{VARIABLE} is {value!r}; expected 1, or 0 to send all messages over the process group")
-    return "" if value == "0" else secrets.token_hex(_TOKEN_BYTES)
+    return value == "1"
 
 
 def peers_of(meeting: Meeting) -> list[int]:
-    """Return the ranks of this host that may share memory with this one."""
-    own, ranks = meeting.rank, range(len(meeting.hosts))
-    sharing = {rank for rank in ranks if meeting.facts[rank]["token"] and meeting.hosts[rank] == meeting.hosts[own]}
-    return sorted(sharing - {own}) if own in sharing and len(ranks) <= _MAX_RANKS else []
+    """Return the ranks of this host that may share memory with this one. They have met with shares=shares_memory()."""
+    rank, hosts = meeting.rank, meeting.hosts
+    sharing = [peer for peer, fact in enumerate(meeting.facts) if fact["shares"] and hosts[peer] == hosts[rank]]
+    return [peer for peer in sharing if peer != rank] if rank in sharing else []
 
 
-def make_segment(token: bytes, world_size: int) -> int:
-    """Return a file that begins with token. Raise OSError, and AttributeError on a system without such files."""
+def make_segment(world_size: int) -> int:
+    """Return a file for a segment. Raise OSError, and AttributeError on a system without such files."""
     file = os.memfd_create("ringtile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, _C.shm_segment_bytes(world_size))
     # Whoever shrinks a mapped file makes others crash.
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    os.pwrite(file, token, 0)
     return file
 
 
 def share(meeting: Meeting, links: dict[int, socket.socket]) -> SharedMemory | None:
     """Share memory with the peers of these connections, which do so at the same time; None: with nobody.
 
-    All ranks of the group call this, with links or without, and have met with their token_of_segment().
+    All ranks of the group call this, with links or without.
     """
-    tokens = [bytes.fromhex(fact["token"]) for fact in meeting.facts]
+    rank, world_size = meeting.rank, len(meeting.hosts)
     files: dict[int, int] = {}
-    peers: frozenset[int] = frozenset()
+    end, peers = None, frozenset[int]()
     try:
         if links:
             with contextlib.suppress(OSError, AttributeError):
-                files[meeting.rank] = make_segment(tokens[meeting.rank], len(tokens))
-        own = [files[meeting.rank]] if files else []
+                files[rank] = make_segment(world_size)
+        own = list(files.values())
         for link in links.values():
             link.settimeout(_SHARING_SECONDS)
             with contextlib.suppress(OSError):
@@ -121,9 +108,12 @@ def share(meeting: Meeting, links: dict[int, socket.socket]) -> SharedMemory | N
         for peer, link in links.items():
             with contextlib.suppress(OSError):
                 files.update(zip((peer,), socket.recv_fds(link, 1, 1)[1], strict=False))
-        end = _map(meeting.rank, files, links, tokens) if own else None
-        mapped = [set(each["mapped"]) for each in meeting.say(mapped=sorted(files) if end is not None else [])]
-        peers = frozenset(peer for peer in mapped[meeting.rank] & set(links) if meeting.rank in mapped[peer])
+        if own and all(map(_is_segment, files.values(), [_C.shm_segment_bytes(world_size)] * len(files))):
+            ends = {peer: links[peer].fileno() for peer in files if peer != rank}
+            with contextlib.suppress(OSError):
+                end = _C.shm_open(rank, *(tuple(each.get(i, -1) for i in range(world_size)) for each in (files, ends)))
+        mapped = [each["mapped"] for each in meeting.say(mapped=[] if end is None else sorted(files))]
+        peers = frozenset(peer for peer in mapped[rank] if peer in links and rank in mapped[peer])
     finally:
         for file in files.values():
             os.close(file)
@@ -132,17 +122,8 @@ def share(meeting: Meeting, links: dict[int, socket.socket]) -> SharedMemory | N
     return SharedMemory(end, links, peers, meeting.timeout_seconds) if peers else None
 
 
-def _map(rank: int, files: Mapping[int, int], links: Mapping[int, socket.socket], tokens: list[bytes]) -> Any:
-    """Return this rank's end of the segments, None on failure."""
-    with contextlib.suppress(OSError):
-        for peer, file in files.items():
-            seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
-            size_is_fixed = seals & fcntl.F_SEAL_SHRINK and os.fstat(file).st_size == _C.shm_segment_bytes(len(tokens))
-            if not size_is_fixed or os.pread(file, _TOKEN_BYTES, 0) != tokens[peer]:
-                return None
-        return _C.shm_open(
-            rank,
-            tuple(files.get(each, -1) for each in range(len(tokens))),
-            tuple(links[each].fileno() if each in files and each != rank else -1 for each in range(len(tokens))),
-        )
-    return None
+def _is_segment(file: int, num_bytes: int) -> bool:
+    """Return whether a peer's file is as large as it must be, and stays so."""
+    with contextlib.suppress(OSError):  # it has no seals
+        return bool(fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK) and os.fstat(file).st_size == num_bytes
+    return False

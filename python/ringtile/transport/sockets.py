@@ -1,15 +1,15 @@
 """How the ranks of a group meet in its store and connect, and what carries headers and news between them.
 
-A message of a process group is posted and waited for with the help of another thread, and a receive that is posted
-when a profiler starts, and done when it has stopped, corrupts the memory of the process (torch 2.13). A header is sent
-and received by the calling thread alone, over a socket, in a few microseconds; a socket shows at once that the peer has
-died; and the kernel keeps the headers of a peer that is some calls ahead.
-
-A group that has NCCL alone opens no connection: a thread carries its headers between the store and such a socket.
+Not messages of the process group: those take another thread, and a receive that is posted when a profiler starts, and
+done when it has stopped, corrupts the memory of the process (torch 2.13). The calling thread alone sends and receives a
+header over a socket, in a few microseconds; a socket shows at once that the peer has died; and the kernel keeps the
+headers of a peer that is some calls ahead. A group that has NCCL alone opens no connection: a thread carries its
+headers between the store and such a socket.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import fcntl
@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
@@ -41,10 +41,9 @@ from ringtile.transport.agreement import (
 )
 
 _TOKEN_BYTES = 16
-_INTRODUCTION_SECONDS = 5.0
-_ROOM_SECONDS = 0.5  # that the rest of a last word waits for room
-_MAX_STRANGERS = 256  # that a rank listens to at once; then the first of them is no peer
 _INTRODUCTION = struct.Struct(f"<IB{_TOKEN_BYTES}s")  # who connects, by which wire, and the token of who listens
+_MAX_STRANGERS = 256  # that a rank listens to at once; then the first of them is no peer
+_ROOM_SECONDS = 0.5  # that the rest of a last word waits for room
 _LOOK_SECONDS = 0.0005, 0.02  # between two looks into the store for a header: at least, at most
 _LAST_SECONDS = 0.5  # that the last headers of a rank may take to reach the store
 
@@ -132,18 +131,6 @@ def _wait_for_room(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod(int(seconds * 1e6), 10**6)))
 
 
-# A forked process, such as a DataLoader worker, would keep the connections of a rank that dies.
-to_free_in_child: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _free_in_child() -> None:
-    for each in list(to_free_in_child):
-        each.free()
-
-
-os.register_at_fork(after_in_child=_free_in_child)
-
-
 def close_all(connections: Iterable[socket.socket]) -> None:
     for connection in connections:
         connection.close()
@@ -151,6 +138,16 @@ def close_all(connections: Iterable[socket.socket]) -> None:
 
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
+
+
+def _free_in_child() -> None:
+    for each in list(to_free_in_child):
+        each.free()
+
+
+# A forked process, such as a DataLoader worker, would keep the connections of a rank that dies.
+to_free_in_child: weakref.WeakSet[Any] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_free_in_child)
 
 
 class StoreChannel(SocketChannel):
@@ -161,7 +158,7 @@ class StoreChannel(SocketChannel):
         super().__init__({peer: own for peer, (own, _) in pairs.items()}, timeout_seconds)
         inside = SocketChannel({peer: other for peer, (_, other) in pairs.items()}, timeout_seconds)
         inside.free.atexit = False  # the thread may still wait: it ends when this end is closed
-        carried = store, rank, list(peers), inside, timeout_seconds
+        carried = store, rank, list(peers), inside
         self._carrier = threading.Thread(target=_carry, args=carried, name="ringtile headers", daemon=True)
         self._carrier.start()
 
@@ -170,30 +167,31 @@ class StoreChannel(SocketChannel):
         self._carrier.join(_LAST_SECONDS)
 
 
-def _carry(store: Store, rank: int, peers: list[int], inside: SocketChannel, timeout_seconds: float) -> None:
+def _carry(store: Store, rank: int, peers: list[int], inside: SocketChannel) -> None:
     """Carry headers between the store and this rank, until it hangs up."""
-    num_sent, num_received = dict.fromkeys(peers, 0), dict.fromkeys(peers, 0)
+    counts: collections.Counter[str] = collections.Counter()  # of headers, by their way
     last, hung_up = time.monotonic(), False
     while not hung_up:
+        before = counts.total()
         for peer in peers:
+            out, back = f"{rank}>{peer}", f"{peer}>{rank}"
             try:
                 while (header := inside.receive(peer)) is not None:
-                    store.set(f"{rank}>{peer}/{num_sent[peer]}", header)  # type: ignore[arg-type]
-                    num_sent[peer] += 1
-                    last = time.monotonic()
-                if store.check([key := f"{peer}>{rank}/{num_received[peer]}"]):
+                    store.set(f"{out}/{counts[out]}", header)  # type: ignore[arg-type]
+                    counts[out] += 1
+                if store.check([key := f"{back}/{counts[back]}"]):
                     inside.send(store.get(key), (peer,))
                     store.delete_key(key)
-                    num_received[peer] += 1
-                    last = time.monotonic()
-            except PeerGoneError:  # noqa: PERF203
+                    counts[back] += 1
+            except PeerGoneError:
                 hung_up = True
             except RuntimeError as error:
                 inside.send_last(announcement(f"the store of the group has ended: {str(error).splitlines()[0]}", peer))
                 return
-        idle = time.monotonic() - last
-        pause = min(max(idle / 4, _LOOK_SECONDS[0]), _LOOK_SECONDS[1]) if idle < timeout_seconds else 3600.0
-        inside.wait(peers, pause)  # nobody waits for a header longer than the timeout
+        now = time.monotonic()
+        last = last if counts.total() == before else now
+        pause = min(max((now - last) / 4, _LOOK_SECONDS[0]), _LOOK_SECONDS[1])
+        inside.wait(peers, pause if now - last < inside.timeout_seconds else 3600.0)  # nobody waits for longer
 
 
 # ---- meeting in the store -----------------------------------------------------------------------
@@ -216,14 +214,14 @@ class Meeting:
         self._ranks = range(world_size)
         self._step = 0
         self.facts = self.say(version=HEADER_VERSION, host=_host_id(), **fields)
+        mine = {"version": HEADER_VERSION, "call": 1, "op": "connecting"}
         for peer, fact in enumerate(self.facts):
-            if (theirs := fact["version"]) != HEADER_VERSION:
-                mine = {"version": HEADER_VERSION}
-                raise RingMismatchError(describe_difference(rank, mine, peer, {"version": theirs}, 1, "connecting"))
+            if fact["version"] != HEADER_VERSION:
+                raise RingMismatchError(describe_difference(rank, mine, peer, fact))
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         self.store_host = str(getattr(store, "host", ""))
-        names = [each["host"] for each in self.facts]
+        names = [fact["host"] for fact in self.facts]
         self.hosts = tuple(map(names.index, names))
 
     def say(self, failure: PeerGoneError | None = None, **fields: Any) -> list[dict[str, Any]]:
@@ -232,17 +230,15 @@ class Meeting:
         failure: why this rank goes no further. It raises that, and all others raise PeerGoneError with the reason.
         """
         self._step += 1
-        reason = ""
-        if failure is not None:
-            of_another = failure.peer != self.rank
-            reason = f"it cannot reach rank {failure.peer}: {failure.reason}" if of_another else failure.reason
+        reason = "" if failure is None else failure.reason
+        if failure is not None and failure.peer != self.rank:
+            reason = f"it cannot reach rank {failure.peer}: {reason}"
         keys = [f"{self._step}/{rank}" for rank in self._ranks]
         try:
             self.store.set(keys[self.rank], json.dumps({**fields, "failure": in_header(reason)}))
             if failure is not None:
                 raise failure
-            self._wait(keys)
-            said: list[dict[str, Any]] = [json.loads(text) for text in self._get(keys)]
+            said: list[dict[str, Any]] = [json.loads(text) for text in self._take(keys)]
         except DistError as error:
             raise PeerGoneError(0, f"the store of the group has ended: {str(error).splitlines()[0]}") from None
         for peer, each in enumerate(said):
@@ -250,21 +246,18 @@ class Meeting:
                 raise PeerGoneError(peer, each["failure"])
         return said
 
-    def _get(self, keys: list[str]) -> list[bytes]:
+    def _take(self, keys: list[str]) -> list[bytes]:
+        """Return what is under the keys, by rank, once all are there."""
+        try:
+            self.store.wait(keys, datetime.timedelta(seconds=max(self.deadline - time.monotonic(), 0.001)))
+        except RuntimeError:
+            for rank, key in enumerate(keys):
+                if not self.store.check([key]):
+                    raise PeerGoneError(rank, f"nothing came for {self.timeout_seconds:g} s") from None
         try:
             return self.store.multi_get(keys)
         except RuntimeError:  # a store of files gets one at a time
             return [self.store.get(key) for key in keys]
-
-    def _wait(self, keys: list[str]) -> None:
-        try:
-            left = max(self.deadline - time.monotonic(), 0.001)
-            self.store.wait(keys, datetime.timedelta(seconds=left))
-        except RuntimeError:
-            missing = [rank for rank in self._ranks if not self.store.check([keys[rank]])]
-            if not missing:
-                return
-            raise PeerGoneError(missing[0], f"nothing came for {self.timeout_seconds:g} s") from None
 
 
 def _host_id() -> str:
@@ -286,54 +279,44 @@ def connect(meeting: Meeting, wires: Sequence[Collection[int]]) -> list[dict[int
 
     The higher of two ranks connects to the lower: within a host by a Unix socket, which has no file and which only
     processes of its network namespace can reach, else by TCP. A rank to which no other host connects opens no port.
-    Whoever does not know the token that a rank has told the others, or is slow to say it, is no peer.
+    Whoever does not know the token that a rank has told the others is no peer.
     Raises PeerGoneError, on every rank where one cannot listen or connect.
     """
     rank, hosts = meeting.rank, meeting.hosts
     ends = [(i, peer) for i, peers in enumerate(wires) for peer in peers]
     awaited = {(i, peer) for i, peer in ends if peer > rank}
+    near = {hosts[peer] == hosts[rank] for _, peer in awaited}
     token = secrets.token_bytes(_TOKEN_BYTES)
     connected: dict[_End, socket.socket] = {}
     failure: PeerGoneError | None = None
     with contextlib.ExitStack() as listening, contextlib.ExitStack() as on_failure:
         on_failure.callback(lambda: close_all(connected.values()))
         listeners: list[socket.socket] = []
-        address = _Address(token.hex())
+        backlog = len(awaited) + _MAX_STRANGERS  # with room for all that connect before this rank accepts
+        addresses: dict[str, Any] = {}
         try:
-            # With room for all that connect before this rank accepts, strangers too.
-            backlog = len(awaited) + _MAX_STRANGERS
-            if any(hosts[peer] == hosts[rank] for _, peer in awaited):
+            if True in near:
                 listeners.append(listening.enter_context(_listen_on_host(backlog)))
-                address = address._replace(name=listeners[-1].getsockname()[1:].decode("ascii"))
-            if any(hosts[peer] != hosts[rank] for _, peer in awaited):
+                addresses["name"] = listeners[-1].getsockname()[1:].decode("ascii")
+            if False in near:
                 listeners.append(listening.enter_context(_listen(backlog, meeting.store_host)))
-                host, port = listeners[-1].getsockname()[:2]
-                address = address._replace(host=host, port=port)
+                addresses["host"], addresses["port"] = listeners[-1].getsockname()[:2]
         except OSError as error:
             failure = PeerGoneError(rank, f"it cannot listen for other ranks: {_reason(error)}")
-        addresses = [_Address(*each["address"]) for each in meeting.say(failure, address=address)]
+        said = meeting.say(failure, token=token.hex(), **addresses)
         # Half of the time: the others wait as long for the word that it failed.
         until = meeting.deadline - meeting.timeout_seconds / 2
         try:
             for i, peer in ends:
                 if peer < rank:
-                    hello = _INTRODUCTION.pack(rank, i, bytes.fromhex(addresses[peer].token))
-                    connected[i, peer] = _connect(peer, addresses[peer], hosts[peer] == hosts[rank], hello, until)
+                    hello = _INTRODUCTION.pack(rank, i, bytes.fromhex(said[peer]["token"]))
+                    connected[i, peer] = _connect(peer, said[peer], hosts[peer] == hosts[rank], hello, until)
         except PeerGoneError as error:
             failure = error
         meeting.say(failure)
         _accept(listeners, token, awaited, connected, meeting.deadline)
         on_failure.pop_all()
     return [{peer: connected[i, peer] for peer in peers} for i, peers in enumerate(wires)]
-
-
-class _Address(NamedTuple):
-    """Where a rank listens, and what it wants to hear first. name: of its Unix socket."""
-
-    token: str
-    name: str = ""
-    host: str = ""
-    port: int = 0
 
 
 def _listen_on_host(backlog: int) -> socket.socket:
@@ -344,12 +327,12 @@ def _listen_on_host(backlog: int) -> socket.socket:
 
 
 def _listen(backlog: int, store_host: str) -> socket.socket:
-    refused = "this host has no address that others can reach; GLOO_SOCKET_IFNAME names the network interface to use"
+    refused = "this host has no address that others can reach"
     for family, host in _own_addresses(store_host):
         with contextlib.suppress(OSError):  # the name of this host may stand for an address that it does not have
             return socket.create_server((host, 0), family=family, backlog=backlog)
-        refused = f"this host cannot listen on {host}; GLOO_SOCKET_IFNAME names the network interface to use"
-    raise OSError(refused)
+        refused = f"this host cannot listen on {host}"
+    raise OSError(f"{refused}; GLOO_SOCKET_IFNAME names the network interface to use")
 
 
 def _own_addresses(store_host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
@@ -358,24 +341,19 @@ def _own_addresses(store_host: str) -> Iterator[tuple[socket.AddressFamily, str]
     That of the interface that GLOO_SOCKET_IFNAME names, and no other; or that from which this host reaches the host of
     the store (MASTER_ADDR), and those of its interfaces; but no loopback address.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         yield socket.AF_INET, _address_of(interface)
         return
+    found: list[tuple[socket.AddressFamily, str]] = []
     with contextlib.suppress(OSError):
         for family, _, _, _, address in socket.getaddrinfo(store_host or None, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as anywhere:
                 anywhere.connect(address)  # sends nothing
-                if not _is_loopback(own := anywhere.getsockname()[0]):
-                    yield family, own
+                found.append((family, anywhere.getsockname()[0]))
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError):
-            if not _is_loopback(own := _address_of(name)):
-                yield socket.AF_INET, own
-
-
-def _is_loopback(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
+            found.append((socket.AF_INET, _address_of(name)))
+    yield from ((family, own) for family, own in found if own != "::1" and not own.startswith("127."))
 
 
 def _address_of(interface: str) -> str:
@@ -386,19 +364,19 @@ def _address_of(interface: str) -> str:
     return socket.inet_ntoa(reply[20:24])
 
 
-def _connect(peer: int, address: _Address, on_host: bool, hello: bytes, deadline: float) -> socket.socket:
+def _connect(peer: int, address: dict[str, Any], on_host: bool, hello: bytes, deadline: float) -> socket.socket:
     seconds = max(0.1, deadline - time.monotonic())
     try:
         if on_host:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(seconds)
-            connection.connect(f"\0{address.name}")
+            connection.connect(f"\0{address['name']}")
         else:
-            connection = socket.create_connection((address.host, address.port), seconds)
+            connection = socket.create_connection((address["host"], address["port"]), seconds)
         connection.sendall(hello)
         return connection
     except OSError as error:
-        where = "its Unix socket" if on_host else f"{address.host} port {address.port}"
+        where = "its Unix socket" if on_host else f"{address['host']} port {address['port']}"
         advice = "" if on_host else "; GLOO_SOCKET_IFNAME names the network interface that its host should use"
         raise PeerGoneError(peer, f"no connection to {where}: {_reason(error)}{advice}") from None
 
@@ -411,42 +389,39 @@ def _accept(
     deadline: float,
 ) -> None:
     """Add the connections of the ends that are missing. Nobody waits for another."""
-    strangers: dict[socket.socket, float] = {}  # that have said nothing yet, the oldest first, and until when they may
+    strangers: list[socket.socket] = []  # that have said nothing yet, the oldest first
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as at_end:
         at_end.callback(close_all, strangers)
         for listener in listeners:
             listener.setblocking(False)
             selector.register(listener, selectors.EVENT_READ)
         while missing:
-            now = time.monotonic()
-            if now >= deadline:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise PeerGoneError(min(missing)[1], "it did not connect")
-            for key, _ in selector.select(min([deadline, *strangers.values()]) - now):
+            for key, _ in selector.select(left):
                 one = cast(socket.socket, key.fileobj)
                 if one in listeners:
                     try:
-                        stranger, _ = one.accept()
+                        strangers.append(one.accept()[0])
                     except (ConnectionError, BlockingIOError):  # it has gone again
                         continue
                     except OSError as error:
                         reason = f"this rank cannot accept its connection: {_reason(error)}"
                         raise PeerGoneError(min(missing)[1], reason) from None
-                    selector.register(stranger, selectors.EVENT_READ)
-                    strangers[stranger] = now + _INTRODUCTION_SECONDS
-                elif one in strangers:
-                    end = _introduced(one, token)
-                    selector.unregister(one)
-                    del strangers[one]
-                    if end in missing:
-                        missing.remove(end)
-                        connected[end] = one
-                    else:
-                        one.close()
-            while strangers and (len(strangers) > _MAX_STRANGERS or min(strangers.values()) <= time.monotonic()):
-                stranger = next(iter(strangers))
-                selector.unregister(stranger)
-                del strangers[stranger]
-                stranger.close()
+                    selector.register(strangers[-1], selectors.EVENT_READ)
+                    if len(strangers) <= _MAX_STRANGERS:
+                        continue
+                    one = strangers[0]
+                if one not in strangers:
+                    continue
+                selector.unregister(one)
+                strangers.remove(one)
+                if (end := _introduced(one, token)) in missing:
+                    missing.remove(end)
+                    connected[end] = one
+                else:
+                    one.close()
 
 
 def _introduced(stranger: socket.socket, token: bytes) -> _End | None:

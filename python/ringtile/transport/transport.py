@@ -56,7 +56,9 @@ class Exchange:
     def wait(self) -> None:
         """Return when all have arrived. Raise PeerLostError or RingMismatchError. A profiler sees "ringtile::wait"."""
         transport = self.transport
-        with _span("ringtile::wait"):
+        # Costs nothing where nobody profiles.
+        profiled = torch._C._autograd._profiler_enabled()
+        with torch.profiler.record_function("ringtile::wait") if profiled else contextlib.nullcontext():
             transport.compare_headers()
             began = time.perf_counter()
             for peers, work in self.works:
@@ -64,11 +66,6 @@ class Exchange:
                     work.wait()
             transport.wait_seconds += time.perf_counter() - began
         transport._under_way.discard(self)
-
-
-def _span(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Mark a range in a profile; costs nothing where nobody profiles."""
-    return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else contextlib.nullcontext()
 
 
 class Transport(abc.ABC):
@@ -140,7 +137,7 @@ class Transport(abc.ABC):
             self._payload_tag = terms.payload_tag(self.num_calls)
             # Where the host goes on before kernels and messages are done, it must not wait for headers.
             runs_ahead = agreed is not None and device.type != "cpu"
-            self._send_header(op, terms.header(self.num_calls, forward_call, data, step), runs_ahead=runs_ahead)
+            self._send_header(terms.header(self.num_calls, forward_call, data, step), runs_ahead=runs_ahead)
             self._behind = True
             if agreed is None:
                 self.compare_headers()
@@ -158,7 +155,12 @@ class Transport(abc.ABC):
     def _numbered(self, op: str) -> Iterator[None]:
         """Number the next call of this group. Any error in it but RingMismatchError breaks the group."""
         with self._lock:
-            self._raise_failure(op)
+            if isinstance(self._failure, RingMismatchError):  # of a call whose payloads may still be under way
+                raise self._failure
+            if self._failure is not None:
+                raise PeerLostError(
+                    f"{op} on a group that failed before ({self._failure}); destroy the process group and start anew"
+                ) from self._failure
             self.num_calls += 1
             self._op = op
             try:
@@ -203,21 +205,12 @@ class Transport(abc.ABC):
             raise error
         self._thread = thread
 
-    def _raise_failure(self, op: str) -> None:
-        if self._failure is None:
-            return
-        if isinstance(self._failure, RingMismatchError):  # of a call whose payloads may still be under way
-            raise self._failure
-        raise PeerLostError(
-            f"{op} on a group that failed before ({self._failure}); destroy the process group and start anew"
-        ) from self._failure
-
-    def _send_header(self, op: str, header: bytes, **options: bool) -> None:
+    def _send_header(self, header: bytes, **options: bool) -> None:
         """Send it to the neighbors. options: as of `Headers.send`."""
         with Naming(self, (), self._place("the header")):
             if self._headers is None:
                 self._headers = self._connect()
-            self._headers.send(op, self.num_calls, header, **options)
+            self._headers.send(header, **options)
 
     def compare_headers(self, *, wait: bool = True) -> None:
         """Make sure, once, that all ranks make this call; without waiting, as far as headers have arrived.
@@ -268,7 +261,7 @@ class Transport(abc.ABC):
         reason.__dict__[_PROPAGATED] = True
         said = in_header(f"{op}, refused: {reason}")
         with contextlib.suppress(RingtileError), self._numbered(said):
-            self._send_header(said, Terms(said, "cpu", {}).header(self.num_calls), refused=True)
+            self._send_header(Terms(said, "cpu", {}).header(self.num_calls), refused=True)
 
     @contextlib.contextmanager
     def propagate_errors(self, op: str) -> Iterator[None]:
@@ -329,23 +322,21 @@ class Transport(abc.ABC):
     def _open(self, device: torch.device) -> None:  # noqa: B027
         """Do what all ranks must do together before any two of them exchange payloads on that device."""
 
-    def _lost(self, gone: list[PeerGoneError], what: str) -> PeerLostError:
-        """Return the error for peers that are gone, which blames the rank that was lost first."""
-        suspects, reason = sorted({each.peer for each in gone}), gone[0].reason
+    def _lost(self, suspects: tuple[int, ...], reason: str, what: str) -> PeerLostError:
+        """Return the error for one of these ranks that is gone, which blames the rank that was lost first."""
         found = Loss(suspects[0], reason) if len(suspects) == 1 else None
         if self._failure is None:
             self.detector.fail(reason)  # at once: the others may be asking the same, or waiting for headers
             if found is not None and self._headers is not None:
                 self._headers.announce(found.reason, found.rank)
-            found = self.detector.find(found, reason, _SEARCH_SECONDS)
-            if found is not None:
+            if (found := self.detector.find(found, reason, _SEARCH_SECONDS)) is not None:
                 self._tell(found)
-        who = f"rank {' or '.join(map(str, suspects)) if found is None else found.rank}"
+        named = found or Loss(suspects[0], reason)
+        who = f"rank {' or '.join(map(str, [named.rank] if found else suspects))}"
         error = PeerLostError(
-            f"{who} was lost in {what} of rank {self.rank}: {found.reason if found else reason}; see {who}'s log for "
-            f"the cause"
+            f"{who} was lost in {what} of rank {self.rank}: {named.reason}; see {who}'s log for the cause"
         )
-        error.rank = suspects[0] if found is None else found.rank
+        error.rank = named.rank
         self._failure = self._failure or error
         return error
 
@@ -385,10 +376,9 @@ class Naming:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, PeerGoneError):
-            raise self._transport._lost([error], self._what) from error
+            raise self._transport._lost((error.peer,), error.reason, self._what) from error
         if self._peers and isinstance(error, RuntimeError) and not isinstance(error, RingtileError):
-            gone = [PeerGoneError(peer, reason_of(error)) for peer in self._peers]
-            raise self._transport._lost(gone, self._what) from error
+            raise self._transport._lost(self._peers, reason_of(error), self._what) from error
 
 
 def reason_of(error: object) -> str:

@@ -43,8 +43,7 @@ from ringtile.hf.features.images import Images, Rows, deal, layout_of, read
 from ringtile.hf.model import drops_attention, refuse_towers, towers
 from ringtile.hf.patches import Patches
 from ringtile.random_states import all_random_states, set_random_states
-from ringtile.transport.collectives import all_gather_seq
-from ringtile.transport.groups import Group, transport_of
+from ringtile.transport.groups import Group, all_gather_seq, transport_of
 from ringtile.transport.transport import all_gather
 
 logger = logging.getLogger("ringtile")
