@@ -259,6 +259,7 @@ def _train(trial: Trial, folder: str) -> None:
             save_steps=1,
             save_total_limit=2,
             dataloader_num_workers=trial.workers,
+            ddp_timeout=math.ceil(trial.timeout),
             **arguments,
         )
         ringtile.enable(trainer, _keys(trial))
