@@ -13,6 +13,7 @@ from cells import Cell, check, params, table
 from hf_models import SIZES, tiny_model, with_lora
 from hf_training import Padded, make_pairs, make_rows, packed
 from losses import (
+    Counting,
     Drawing,
     HiddenStates,
     LastThird,
@@ -141,6 +142,9 @@ def on_mesh(**sizes: int) -> dict[str, Any]:
     return {"parallelism_config": ParallelismConfig(**sizes)}
 
 
+on_mesh_of_two = functools.partial(on_mesh, cp_size=2)
+
+
 def tiled_loss(engine: str, long: bool = True) -> Cell:
     """The output projection's weight is cut over the ranks; two rows a rank, with and without tiles."""
     config = ALONE | {"tiled_loss": True, "tile_tokens": 7}
@@ -171,6 +175,22 @@ ENGINES = [
     mesh(4, False, dp_replicate_size=2, dp_shard_size=2),
     mesh(4, True, dp_shard_size=2, cp_size=2),
     mesh(2, True, dp_shard_size=2),
+    *(
+        Cell(
+            f"{what} on accelerate's mesh",
+            {**more, "evaluate": True},
+            {},
+            {"engine": "FSDP2"},
+            {},
+            on_mesh_of_two,
+            dict,
+            long=True,
+        )
+        for what, more in {
+            "own counts": {"trainer_class": Counting},
+            "own token average": {"average_tokens_across_devices": False},
+        }.items()
+    ),
     # transformers says of it that it supports no context parallelism.
     mesh(4, True, "mistral-sliding", dp_shard_size=2, cp_size=2),
     mesh(8, True, dp_replicate_size=2, dp_shard_size=2, cp_size=2),

@@ -47,11 +47,6 @@ class AsyncGRPOTrainer(Trainer):
     """Recognized by name; TRL's own needs a server."""
 
 
-class OwnCounts(Trainer):
-    def get_batch_samples(self, iterator, num_batches, device):
-        return super().get_batch_samples(iterator, num_batches, device)
-
-
 class OwnInputs(Trainer):
     """Might generate what it trains on."""
 
@@ -87,13 +82,6 @@ TRAINERS = [
         "ParallelismConfig.cp_size is 4",
         lambda trainer: setattr(trainer.accelerator.state, "parallelism_config", PARALLELISM),
         error="ConfigError",
-    ),
-    Refusal(
-        "own counts on accelerate's mesh",
-        "OwnCounts.get_batch_samples with ParallelismConfig.cp_size > 1",
-        {"trainer_class": OwnCounts},
-        config={"context_parallel_size": 4},
-        prepare=lambda trainer: setattr(trainer.accelerator.state, "parallelism_config", PARALLELISM),
     ),
     Refusal(
         "SFTTrainer that counts no targets",

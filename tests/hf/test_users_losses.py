@@ -6,7 +6,7 @@ import ringtile
 import torch
 from hf_models import tiny_model
 from hf_training import Messages, Padded, failure_of, make_rows, make_trainer
-from losses import OwnMean, of_tokens
+from losses import Counting, OwnMean, of_tokens
 from pool import run_ranks
 from ringtile.hf.trainer import first_batch_of
 from torch.nn import functional
@@ -66,14 +66,6 @@ class Checkpointed(Trainer):
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         run = lambda ids, mask: model(input_ids=ids, attention_mask=mask).logits  # noqa: E731
         return of_tokens(checkpoint(run, ids, mask, use_reentrant=False), labels) / labels.ne(-100).sum()
-
-
-class Counting(Trainer):
-    """Counts the items of a step itself, as transformers does."""
-
-    def get_batch_samples(self, iterator, num_batches, device):
-        batches = [next(iterator) for _ in range(num_batches)]
-        return batches, self.accelerator.gather(sum(x["labels"][:, 1:].ne(-100).sum() for x in batches)).sum()
 
 
 class Embedding(Trainer):

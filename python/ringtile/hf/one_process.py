@@ -49,6 +49,7 @@ class OneProcess:
         setattr(self._accelerator, name, value)
 
     dispatch_batches = False  # accelerate's dispatching loader would give each rank another batch
+    parallelism_config = None  # by which accelerate and the Trainer would count groups themselves
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """The same batch on every rank of a group, which reads an iterable dataset itself.
@@ -63,7 +64,7 @@ class OneProcess:
         return Accelerator.prepare_data_loader(self, data_loader, *args, **kwargs)
 
     def _prepare_device_mesh(self) -> None:
-        """None: by a mesh, accelerate would count processes itself."""
+        """None: by a mesh, accelerate would count groups itself."""
 
     @property
     def num_processes(self) -> int:
@@ -117,12 +118,12 @@ class Groups:
         self.patches.wrap(accelerator, "gather_for_metrics", self._gather_for_metrics)
         if trainer.args.include_num_input_tokens_seen != "no":
             self.patches.wrap(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
+        self.patches.wrap(trainer, "get_batch_samples", self.in_one_process)
+        self.patches.wrap(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
+        self.patches.wrap(accelerator, "prepare_data_loader", self._prepare_data_loader)
         if accelerate_knows_groups(accelerator):
             self.patches.set(accelerator, "_prepare_cp", self._prepare_cp)
-        else:
-            self.patches.wrap(trainer, "get_batch_samples", self.in_one_process)
-            self.patches.wrap(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
-            self.patches.wrap(accelerator, "prepare_data_loader", self._prepare_data_loader)
+            self.patches.wrap(trainer, "_get_num_items_in_batch", self.in_one_process)
 
     @contextlib.contextmanager
     def as_one_process(self) -> Iterator[None]:
@@ -231,8 +232,8 @@ class Groups:
         self.trainer.state.num_input_tokens_seen = before + counted // self.group.copies
 
     def _get_total_train_batch_size(self, original: Callable[..., Any], args: TrainingArguments) -> int:
-        """get_cp_size stays 1: later transformers divide the number of items by it, which ringtile does already."""
-        rows: int = original(args) // self.group.size
+        with self.as_one_process():
+            rows: int = original(args) // self.group.copies
         return rows
 
 

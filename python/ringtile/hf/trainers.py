@@ -13,7 +13,7 @@ from packaging.version import Version
 from transformers import Trainer
 
 from ringtile.errors import EXTRAS, RefusedError
-from ringtile.hf.group import parallelism_of
+from ringtile.hf.group import accelerate_knows_groups
 from ringtile.hf.liger import check_liger
 from ringtile.hf.model import adapters_of, adds_tokens, base_model, dropping, reads_rows
 
@@ -39,7 +39,6 @@ _METHODS = (
 )
 _MIN_MESH = Version("5.24")
 _ASYNC = {"AsyncGRPOTrainer", "AsyncDistillationTrainer"}
-_COUNT_GROUPS = ("transformers.", "trl.", "axolotl.")  # packages that count items as ParallelismConfig asks
 
 
 def uses_model_loss(trainer: Trainer) -> bool:
@@ -69,15 +68,15 @@ def home(trainer: Trainer, method: str) -> type:
 
 def check_trainer(trainer: Trainer) -> None:
     """Raises RefusedError where the Trainer's numbers would differ from those of one process."""
-    args, parallelism, tp_size = trainer.args, parallelism_of(trainer.accelerator), trainer.get_tp_size()
-    classes, on_mesh = type(trainer).__mro__, parallelism is not None and bool(parallelism.cp_enabled)
+    args, classes, tp_size = trainer.args, type(trainer).__mro__, trainer.get_tp_size()
     base = base_model(trainer.model)
     is_sharded = getattr(base, "_is_distributed_loading_by_transformers", False)
     mesh = base.config.distributed_config if is_sharded else None
-    plugin, counts = getattr(trainer.accelerator.state, "fsdp_plugin", None), home(trainer, "get_batch_samples")
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     refused = {
         "axolotl's own context parallelism": (
-            on_mesh and any(cls.__module__.startswith("axolotl.") for cls in classes),
+            accelerate_knows_groups(trainer.accelerator)
+            and any(cls.__module__.startswith("axolotl.") for cls in classes),
             "it would shard each shard once more. plugins: [ringtile.hf.axolotl.RingtilePlugin] takes its keys over",
         ),
         "completions of processes of their own": (
@@ -117,15 +116,6 @@ def check_trainer(trainer: Trainer) -> None:
             tp_size > 1 and trainer.train_dataset is not None and bool(dropping(base)),
             "a rank has some of the heads and channels, and would drop others than one process. Set the rates in the "
             "model's config to 0",
-        ),
-        f"{counts.__name__}.get_batch_samples with ParallelismConfig.cp_size > 1": (
-            on_mesh and not counts.__module__.startswith(_COUNT_GROUPS),
-            "transformers' own divides the number of items by cp_size. Leave cp_size at 1 and set "
-            "context_parallel_size in ringtile's configuration, under which each item counts once",
-        ),
-        "average_tokens_across_devices: false with ParallelismConfig.cp_size > 1": (
-            on_mesh and not args.average_tokens_across_devices,
-            "transformers may round the number of tokens down; set it to true, or leave cp_size at 1",
         ),
     }
     for setting, (is_set, reason) in refused.items():
