@@ -183,7 +183,7 @@ def test_ligers_mlp_is_a_conflict_unless_its_own_forward_is_tiled(monkeypatch) -
     handle.restore()
     assert vars(model.model.layers[1].mlp)["forward"] is patched
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp is Liger's MLP"):
-        install_tiled_mlp(model, Config(tiled_mlp=True), Patches())  # the Config's default, too
+        install_tiled_mlp(model, Config(tiled_mlp=True).tile_tokens, Patches())  # the Config's default, too
 
 
 def test_tiling_twice_and_strange_forwards_are_refused() -> None:

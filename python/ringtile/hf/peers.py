@@ -115,7 +115,8 @@ class Peers:
     def _give_up(self, what: str, error: Exception, suspect: Loss | None) -> NoReturn:
         """Raise PeerLostError, and leave the world: the others hear of it, and none of them waits for this rank."""
         self._tell(str(error))
-        self._hang_up()  # at once: those that wait for this rank fail too, and say so
+        if (world := _transport_on_cpu(distributed_c10d._get_default_group())) is not None:
+            world.stop_waiting()  # at once: those that wait for this rank fail too, and say so
         lost = self._detector.find(suspect, f"a collective failed: {reason_of(error)}", _SEARCH_SECONDS)
         if lost is None:  # all ranks are there: it is another error
             if suspect is not None:  # those that fail because this rank has hung up hear why
@@ -170,31 +171,23 @@ class Peers:
         return Loss(self._group.world_rank(error.rank), str(error))
 
     def leave(self, error: Exception) -> None:
-        """Tells the others that this rank fails, and why, and ends its messages."""
+        """Tells the others that this rank fails, and why, and ends its messages in all of its groups: no rank waits for
+        it any longer, and those of a ring hear why."""
         self._tell(with_kind(error), self.rank)
-        leave_groups(error)
+        for group in list(distributed_c10d._world.pg_map):
+            if (transport := _transport_on_cpu(group)) is not None:
+                with contextlib.suppress(RuntimeError):
+                    transport.give_up(error)
 
     def _tell(self, reason: str, *lost: int) -> None:
         self._failed = True
         self._detector.fail(reason, *lost)
-
-    def _hang_up(self) -> None:
-        if (world := _transport_on_cpu(distributed_c10d._get_default_group())) is not None:
-            world.stop_waiting()
 
 
 def _lost(rank: int, where: str, reason: str) -> PeerLostError:
     error = PeerLostError(f"rank {rank} was lost in {where}: {reason}; see rank {rank}'s log for the cause")
     error.rank = rank
     return error
-
-
-def leave_groups(error: Exception) -> None:
-    """Ends this rank's messages in all of its groups: no rank waits for it any longer, and those of a ring hear why."""
-    for group in list(distributed_c10d._world.pg_map):
-        if (transport := _transport_on_cpu(group)) is not None:
-            with contextlib.suppress(RuntimeError):
-                transport.give_up(error)
 
 
 def _transport_on_cpu(group: dist.ProcessGroup) -> Transport | None:

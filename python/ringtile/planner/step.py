@@ -189,7 +189,7 @@ class TrainingStep:
         if setup.ringtile.stream:
             stream.install(model, setup.ringtile.tile_tokens, patches)
         if setup.ringtile.tiled_mlp:
-            install_tiled_mlp(model, setup.ringtile, patches)
+            install_tiled_mlp(model, setup.ringtile.tile_tokens, patches)
         if setup.ringtile.tiled_norm:
             install_tiled_norm(model, setup.ringtile.tile_tokens, patches)
         if setup.grpo is not None:

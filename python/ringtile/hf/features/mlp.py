@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, RefusedError
 from ringtile.hf.feature import Feature
 from ringtile.hf.liger import from_liger
@@ -35,17 +34,13 @@ def tile_mlps(
     in parts, or the forward of one was replaced by something that cannot be called per tile. ConfigError: Liger has
     patched an MLP and use_original_mlp is false.
     """
-    return Patches.of(lambda patches: _tile_mlps(model, tile_tokens, num_shards, use_original_mlp, patches))
+    return Patches.of(lambda patches: install_tiled_mlp(model, tile_tokens, patches, num_shards, use_original_mlp))
 
 
-def install_tiled_mlp(model: nn.Module, config: Config, patches: Patches) -> None:
-    """`tile_mlps` with the tile_tokens of a Config."""
-    _tile_mlps(model, config.tile_tokens, None, False, patches)
-
-
-def _tile_mlps(
-    model: nn.Module, tile_tokens: int, num_shards: int | None, use_original_mlp: bool, patches: Patches
+def install_tiled_mlp(
+    model: nn.Module, tile_tokens: int, patches: Patches, num_shards: int | None = None, use_original_mlp: bool = False
 ) -> None:
+    """`tile_mlps`, undone by these patches."""
     check_tile_tokens(tile_tokens)
     if num_shards is not None and num_shards < 1:
         raise InputError(f"num_shards is {num_shards}, expected at least 1 tile per call")
@@ -172,6 +167,6 @@ def _returns_to_its_width(module: nn.Module) -> bool:
 
 FEATURE = Feature(
     frozenset({"forward", "_z3_leaf"}),
-    lambda run, patches: install_tiled_mlp(run.base, run.config, patches),
+    lambda run, patches: install_tiled_mlp(run.base, run.config.tile_tokens, patches),
     key="tiled_mlp",
 )
