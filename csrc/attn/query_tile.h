@@ -5,7 +5,8 @@
 // PANEL rows, one row per vector lane: scores are laid out (key, row), so the softmax over keys never crosses lanes. A
 // panel spans few tokens, which attend nearly the same keys.
 //
-// The split depends on the shapes only, never on the number of workers.
+// The split depends on the number of heads of a group, and never on workers, batch, or number of groups. dk and dv are
+// sums over tiles, in their order: so a share of the groups has the bits that all have, also with padding at the end.
 #ifndef RINGTILE_ATTN_QUERY_TILE_H
 #define RINGTILE_ATTN_QUERY_TILE_H
 
@@ -14,9 +15,8 @@
 enum {
     TILE_ROWS = 384,
     TILE_PANELS = TILE_ROWS / PANEL,
-    TILE_KEYS = 128,   // scores are computed in tiles of TILE_ROWS x TILE_KEYS
-    ENOUGH_TASKS = 16, // with fewer tiles than this, tiles shrink to keep the cores busy
-    TILE_HEADS = 8,    // heads of a group that a tile takes before more tokens; more if the tokens run out
+    TILE_KEYS = 128, // scores are computed in tiles of TILE_ROWS x TILE_KEYS
+    TILE_HEADS = 8,  // heads of a group that a tile takes before more tokens; more if the tokens run out
 };
 
 static inline int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -34,14 +34,9 @@ typedef struct attn_grid {
 static attn_grid grid_of(const rt_attn_params *p) {
     attn_grid g = {0};
     if (p->batch == 0 || p->num_queries == 0) return g;
-    const int64_t group = p->num_heads / p->num_kv_heads, all_rows = p->batch * p->num_heads * p->num_queries;
-    const int64_t most_rows = min64(TILE_ROWS, round_up(all_rows / ENOUGH_TASKS + 1, PANEL));
-    g.heads_per_tile = min64(min64(group, most_rows), max64(TILE_HEADS, most_rows / p->num_queries));
-    // Tiles of equal size, in whole panels: no worker waits for one with a longer last tile.
-    const int64_t most_tokens = most_rows / g.heads_per_tile;
-    const int64_t fewest_tiles = (p->num_queries + most_tokens - 1) / most_tokens;
-    const int64_t panel_tokens = max64(1, PANEL / g.heads_per_tile);
-    g.tokens_per_tile = min64(round_up((p->num_queries + fewest_tiles - 1) / fewest_tiles, panel_tokens), most_tokens);
+    const int64_t group = p->num_heads / p->num_kv_heads;
+    g.heads_per_tile = min64(group, max64(TILE_HEADS, TILE_ROWS / p->num_queries));
+    g.tokens_per_tile = TILE_ROWS / g.heads_per_tile;
     g.head_tiles = (group + g.heads_per_tile - 1) / g.heads_per_tile;
     g.token_tiles = (p->num_queries + g.tokens_per_tile - 1) / g.tokens_per_tile;
     g.num_tasks = p->batch * p->num_kv_heads * g.head_tiles * g.token_tiles;
