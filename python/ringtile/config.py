@@ -60,6 +60,13 @@ _GONE = {
     "tiled_mlp_num_shards": "set tile_tokens, or call ringtile.tile_mlps(model, num_shards=...)",
     "tiled_mlp_use_original_mlp": "call ringtile.tile_mlps(model, use_original_mlp=True)",
 }
+# Under `reproducible`: of keys with several values, those whose bits do not depend on the number of ranks; auto is the
+# first. And the keys that it needs.
+_SAME_BITS = {
+    "context_parallel_scheme": ("ulysses",),
+    "layout": ("contiguous", "zigzag"),
+}
+_IN_CHUNKS = ("stream", "tiled_loss")
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
@@ -99,6 +106,7 @@ class Config(Section):
     tile_tokens: Count = 16384  # tokens per tile of the MLP, the norms and the loss, and per chunk of a streamed layer
     tiled_loss: bool = False
     stream: bool = False  # run layers on chunks of tokens: ringtile/hf/features/stream.py
+    reproducible: bool = False  # the same bits on any number of ranks: docs/guide/tiling.md
     shared_prefix: bool = False  # compute what rows of a batch begin alike with once: ringtile/hf/features/trees.py
     activation_offloading: bool = False  # keep the inputs of checkpointed layers in host memory
     first_batch_check: bool = True  # compare the ranks with one process on the first batch: ringtile/hf/first_batch.py
@@ -113,6 +121,28 @@ class Config(Section):
     def attends(self) -> bool:
         """Whether attention is ringtile's."""
         return self.context_parallel_size > 1 or self.shared_prefix or self.stream
+
+    @model_validator(mode="before")
+    @classmethod
+    def _same_bits(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """What `reproducible` asks for. ValueError: a key asks for something else."""
+        if given.get("reproducible") is not True:
+            return given
+        chosen = {name: given.get(name, "auto") for name in _SAME_BITS}
+        chosen = {name: _SAME_BITS[name][0] if value == "auto" else value for name, value in chosen.items()}
+        for name, value in chosen.items():
+            if value not in _SAME_BITS[name]:
+                raise ValueError(
+                    f"reproducible is true and {name} is {shown(value)}, whose bits depend on the number of ranks; "
+                    f"expected {' or '.join(_SAME_BITS[name])}"
+                )
+        for name in _IN_CHUNKS:
+            if given.get(name) is not True:
+                raise ValueError(f"reproducible is true and {name} is not; expected {name}: true, in the same chunks")
+        for name in ("shared_prefix", "activation_offloading"):
+            if given.get(name):
+                raise ValueError(f"reproducible and {name} are true, not shown to be exact; expected one of the two")
+        return given | chosen
 
     @model_validator(mode="after")
     def _keys_agree(self) -> Config:

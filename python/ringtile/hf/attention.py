@@ -154,6 +154,11 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sequence = _sequence_of(module, attention_mask, options, batch)
     more: dict[str, Any] = {"expand": expand, "indices": indices} if chunk is None else {}
+    if batch.chunk_tokens is not None and sequence.world_size > k.size(2):
+        raise RefusedError(
+            f"reproducible: {type(module).__name__} has {k.size(2)} heads of keys, some of which {sequence.world_size} "
+            f"ranks would share; expected context_parallel_size of at most {k.size(2)}, so that nothing is added"
+        )
     attend = ring_attention if chunk is None else chunk.attend
     out = attend(
         *(q, k, v, sequence),
@@ -161,7 +166,7 @@ def attention_forward(
         softcap=options.get("softcap") or 0.0,
         sinks=options.get("s_aux"),
         dropout=dropout,
-        attention_kernel=_KERNEL,
+        attention_kernel=_KERNEL if batch.chunk_tokens is None else "ringtile",
         **more,
     )
     return out, None

@@ -41,6 +41,7 @@ class ShardedBatch:
     num_targets: Tensor | None  # int64 (): targets in the global batch; None without labels
     places: Tensor  # int64 (N,): of the local tokens, in the row
     chunks_count: Tensor | None = None  # int64 (B or 1, P), on the host: by which chunks are counted; None: places
+    chunk_tokens: int | None = None  # of which shards are whole chunks, so that bits are those of any number of ranks
     position_ids: Tensor | None = None  # (B, N)
     token_weights: Tensor | None = None  # (B, N): the local attention mask; 1 without one, 0 for the layout's padding
     causal: bool = True  # whether its mask lets no query attend a later token

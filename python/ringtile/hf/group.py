@@ -113,8 +113,8 @@ class ContextParallelGroup:
         return total
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean of a tensor over the group, the same bits on all of its ranks. A collective."""
-        return self.sum(value) / self.size
+        """The mean of a tensor over the group, the same bits on all ranks; of equal ones, these. A collective."""
+        return (self.sum(value.double()) / self.size).to(value.dtype)
 
     def largest_of_all(self, *numbers: int) -> list[int]:
         """The largest of each number over all ranks of the world. A collective of the world."""

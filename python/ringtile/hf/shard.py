@@ -37,6 +37,7 @@ from ringtile.hf.trainers import shares_rows
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.layout import PADDED_LIKE, Layout, resolved
 from ringtile.sequence.sharded import ShardedSequence
+from ringtile.tiled.tiles import tile_limit
 from ringtile.transport.groups import Group, transport_of
 
 _GLOBAL = {"labels"} | DOCUMENTS - PADDING.keys()  # read from the global batch, then dropped
@@ -113,6 +114,7 @@ class Sharding:
             layout=self._layout,
             group=None if whole else self._group.process_group,
             scheme="ring" if whole else self._config.context_parallel_scheme,
+            chunk_tokens=self._chunk_tokens(),
             on_host=on_host if rows is None else None,
             positions=positions,
             rows=rows,
@@ -135,6 +137,10 @@ class Sharding:
         call = ModelCall(shape, batch.sequence, batch.seq_len, counted, places)
         _begin(call, at_seam=batch.before_language_model)
         return local, batch
+
+    def _chunk_tokens(self) -> int | None:
+        tokens = self._config.tile_tokens
+        return min(tokens, tile_limit() or tokens) if self._config.reproducible else None
 
     def _is_plain(self, inputs: Mapping[str, Any]) -> bool:
         """Whether transformers' own code computes in this batch what ringtile's does."""
@@ -178,6 +184,7 @@ def shard_batch(
     layout: str,
     group: Group | None,
     scheme: str = "ring",
+    chunk_tokens: int | None = None,
     on_host: Mapping[str, Any] | None = None,
     positions: Tensor | None = None,
     rows: SharedRows | None = None,
@@ -188,10 +195,10 @@ def shard_batch(
     and (3 or 4, B, S) become (3 or 4, B, N). `attention_mask` (B, S) and the keys of packed batches become the mask;
     the local `attention_mask` (B, N) is left for code that counts tokens. There are no `shift_labels` where the model
     does not shift. A batch with anything that the model takes besides text stays whole but for its labels: it is
-    sharded inside the model (features/seam.py). on_host: what `masks.read` returned for this batch, if it was called.
-    positions (B, S): the model would make these instead of 0, 1, .... rows: of which this batch, of one row, is the
-    tree. Raises RefusedError for a batch whose result would differ from one process, MaskNotExpressibleError,
-    InputError.
+    sharded inside the model (features/seam.py). chunk_tokens: every shard is of whole chunks of so many.
+    on_host: what `masks.read` returned for this batch, if it was called. positions (B, S): the model would make these
+    instead of 0, 1, .... rows: of which this batch, of one row, is the tree. Raises RefusedError for a batch whose
+    result would differ from one process, MaskNotExpressibleError, InputError.
     """
     main = main_input((), inputs)
     if main is None or main.dim() < 2:
@@ -213,7 +220,7 @@ def shard_batch(
     documents = mask_of_batch(on_host, batch_size, seq_len, reading.positions_separate, causal=False) if given else None
     world_size = transport_of(group).world_size
     layout = resolved(layout, made)
-    padding = -seq_len % Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
+    padding = -seq_len % (Layout.multiple(PADDED_LIKE.get(layout, layout), world_size) * (chunk_tokens or 1))
     mask = made.padded(padding)
     sequence = ShardedSequence.of(mask, Layout.of_mask(layout, mask, world_size), group, scheme=scheme)
     counted = positions if on_host.get("position_ids") is None else on_host["position_ids"]
@@ -224,6 +231,7 @@ def shard_batch(
         num_targets=per_token[targets].ne(IGNORE_INDEX).sum() if targets in per_token else None,
         places=to_device(sequence.layout.positions(sequence.rank), main.device),
         chunks_count=functional.pad(chunks_count(on_host, seq_len, reading.positions_separate), (0, padding)),
+        chunk_tokens=chunk_tokens,
         causal=causal,
         rows=rows,
         documents=documents,

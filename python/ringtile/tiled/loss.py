@@ -11,7 +11,9 @@ Shape letters: T tokens, t tokens of a tile, E hidden size, V vocabulary, v clas
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -50,7 +52,6 @@ def loss_tile_tokens(vocab_size: int, dtype: torch.dtype, device: torch.device) 
     return max(MIN_TILE_TOKENS, num_bytes // max(token_bytes, 1))
 
 
-# A graph break under torch.compile: the loop over tiles writes its buffers in place.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def tiled_linear_cross_entropy(
     hidden: Tensor,
@@ -99,7 +100,8 @@ def tiled_linear_cross_entropy(
     call = LossCall(
         hidden, weight, labels, bias, reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss
     )
-    return tiled_outputs(Job, call._replace(num_items=num_items, tile_tokens=tile_tokens, group=group))
+    result: Tensor = tiled_outputs(Job, call._replace(num_items=num_items, tile_tokens=tile_tokens, group=group))
+    return result
 
 
 class LossCall(NamedTuple):
@@ -118,12 +120,16 @@ class LossCall(NamedTuple):
     num_items: int | float | Tensor | None = None
     tile_tokens: int | None = None
     group: Group | None = None
+    chunk_tokens: int | None = None  # no tile has tokens of two chunks of so many tokens
+    total: Callable[[Tensor], Tensor] | None = None  # of the losses (T): their sum over all ranks; None: this rank's
 
 
+# A graph break under torch.compile: the loop over tiles writes its buffers in place.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def tiled_outputs(kind: type[Job], call: LossCall) -> Tensor:
     """What a kind of job computes of each token, (..., *kind.outputs), or its reduction: the loss is that of `Job`."""
     hidden, weight, labels, bias, reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss = call[:10]
-    num_items, tile_tokens, group = call[10:]
+    num_items, tile_tokens, group, chunk_tokens, total_of = call[10:]
     group = group_of(weight, group)
     with transport_of(group).propagate_errors(_NAME):
         for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
@@ -191,7 +197,8 @@ def tiled_outputs(kind: type[Job], call: LossCall) -> Tensor:
         if tile_tokens is None:  # the same on all ranks: each tile is a collective
             max_local_classes = weight.size(0) if vocab_parallel is None else vocab_parallel.max_local_classes
             tile_tokens = loss_tile_tokens(max_local_classes, dtype, hidden.device)
-        job = kind(rows, labels_flat, dtype, tile_tokens, logit_scale, options, vocab_parallel)
+        kept = rows, labels_flat, dtype, tile_tokens, chunk_tokens
+        job = kind(*kept, logit_scale, options, vocab_parallel, total_of or _sum)
         if group is not None and isinstance(hidden, HostTensor):
             hidden = hidden.clone()  # on the device, where its gradient is summed over the ranks
         hidden_rows = hidden.flatten(0, -2)
@@ -200,6 +207,10 @@ def tiled_outputs(kind: type[Job], call: LossCall) -> Tensor:
             return per_token.view(*labels.shape, *kind.outputs)
         total: Tensor = _Reduced.apply(job, denominator, want_grad, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
         return total
+
+
+def _sum(losses: Tensor) -> Tensor:
+    return losses.sum(dtype=torch.float64)
 
 
 def _check(
@@ -267,9 +278,22 @@ class Job:
     labels: Tensor  # int64: their labels
     dtype: torch.dtype  # hidden, weight and bias are rounded to it before they are multiplied
     tile_tokens: int
+    chunk_tokens: int | None  # no tile has tokens of two chunks of so many; None: tiles are of tile_tokens
     logit_scale: float
     options: LossOptions
     vocab_parallel: VocabParallel | None  # None: this rank holds all classes
+    total: Callable[[Tensor], Tensor]  # of the losses (T): float64 ()
+
+    def _tiles(self) -> list[slice]:
+        """Of the rows."""
+        if self.chunk_tokens is None:
+            return [*tiles(self.rows.numel(), self.tile_tokens)]
+        _, counts = torch.unique_consecutive(self.rows // self.chunk_tokens, return_counts=True)
+        return [
+            slice(begin + tile.start, begin + tile.stop)
+            for begin, end in itertools.pairwise([0, *counts.cumsum(0).tolist()])
+            for tile in tiles(end - begin, self.tile_tokens)
+        ] or [slice(0, 0)]
 
     def propagate_errors(self, op: str) -> contextlib.AbstractContextManager[None]:
         """Around what may fail on one rank: told to the others, if there are any."""
@@ -310,7 +334,8 @@ class Job:
             empty = empty_like(hidden, dtype=state if self.vocab_parallel else None)
             dhidden = RowWriter(empty, self.rows, self.tile_tokens)
         weight_sum, bias_sum = new_grad_sums((weight, bias), needed[1:])
-        num_rows = min(self.tile_tokens, self.rows.numel())
+        every_tile = self._tiles()
+        num_rows = max(tile.stop - tile.start for tile in every_tile)
         product_buffer = torch.empty((num_rows, weight.size(0)), dtype=product, device=hidden.device)
         # In the dtype of the sums: the loss is computed in it, and no product is rounded twice.
         state_buffer = None if product == state else torch.empty_like(product_buffer, dtype=state)
@@ -320,7 +345,7 @@ class Job:
         # labels alone: the others' p was moved by more when the logits were rounded. float16 would lose p below 6e-5.
         round_dlogits = product == torch.bfloat16 and sums_16_bit_products(hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            for tile in tiles(self.rows.numel(), self.tile_tokens):
+            for tile in every_tile:
                 rows, labels = self.rows[tile], self.labels[tile]
                 x = read.take(tile).to(self.dtype).to(product)  # (t, E)
                 products = product_buffer[: x.size(0)]
@@ -425,7 +450,7 @@ class _Reduced(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias)
         needed = ctx.needs_input_grad[3:] if want_grad else (False, False, False)
         loss, ctx.gradients = job.run("forward", needed, None, hidden, weight, bias)
-        return (loss.sum(dtype=torch.float64) / denominator).to(loss.dtype)
+        return (job.total(loss) / denominator).to(loss.dtype)
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:

@@ -23,12 +23,13 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, RefusedError, shown
+from ringtile.hf.batch import ShardedBatch, active_batch
 from ringtile.hf.feature import Feature
 from ringtile.hf.liger import has_fused_loss
 from ringtile.hf.patches import Patches
 from ringtile.ops import state_dtype
-from ringtile.tiled.loss import loss_tile_tokens, tiled_linear_cross_entropy
-from ringtile.tiled.tiles import compute_dtype, tile_limit
+from ringtile.tiled.loss import Job, LossCall, loss_tile_tokens, tiled_outputs
+from ringtile.tiled.tiles import compute_dtype, tile_limit, tiles
 
 _OPERATORS = (
     *("add", "radd", "sub", "rsub", "rtruediv", "floordiv", "pow", "matmul", "rmatmul"),
@@ -243,19 +244,18 @@ def tiled_causal_lm_loss(
             "expected one label per token; do not combine logits_to_keep with labels"
         )
     tile_tokens = tile_tokens_of(config, vocab_size, logits.dtype, logits.device)
-    tiled = functools.partial(
-        tiled_linear_cross_entropy,
-        labels=shift_labels.reshape(logits.shape[:-1]).to(logits.device),
-        ignore_index=ignore_index,
-        logit_scale=float(logits.scale),
-        softcap=float(logits.softcap or 0),
-        num_items=num_items_in_batch,
-        tile_tokens=min(tile_tokens, tile_limit() or tile_tokens),
-    )
-    head = logits.head
+    options: dict[str, Any] = {
+        "logit_scale": float(logits.scale),
+        "softcap": float(logits.softcap or 0),
+        "num_items": num_items_in_batch,
+        "tile_tokens": min(tile_tokens, tile_limit() or tile_tokens),
+    }
+    if (batch := active_batch()) is not None and batch.chunk_tokens is not None:
+        options |= {"chunk_tokens": batch.chunk_tokens, "total": functools.partial(_total, batch)}
+    labels, head = shift_labels.reshape(logits.shape[:-1]).to(logits.device), logits.head
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        result: Tensor = tiled(hidden, weight, bias=bias)
+        result: Tensor = tiled_outputs(Job, LossCall(hidden, weight, labels, bias, "mean", ignore_index, **options))
         return result
 
     if isinstance(head, FSDPModule):
@@ -264,6 +264,15 @@ def tiled_causal_lm_loss(
         gathered: Tensor = head(logits.hidden, loss=loss)
         return gathered
     return loss(logits.hidden, head.weight, head.bias)
+
+
+def _total(batch: ShardedBatch, losses: Tensor) -> Tensor:
+    """This rank's part, 1 / W, of the sum of all ranks' losses (B N): chunk by chunk in the order of the sequence."""
+    whole = batch.sequence.unshard(losses.view(-1, batch.sequence.local_len), 1)
+    total = losses.new_zeros((), dtype=torch.float64)
+    for chunk in tiles(whole.size(1), batch.chunk_tokens or whole.size(1)):  # padding at the end adds 0
+        total += whole[:, chunk].contiguous().sum(dtype=torch.float64)
+    return total / batch.sequence.world_size
 
 
 FEATURE = Feature(

@@ -198,9 +198,12 @@ class _StreamedLayer(TiledForward):
             sequence = batch.sequence
         copies: HostCopies | None = getattr(module, STREAMED)
         hidden = x if copies is None else to_host(x, copies)
+        fixed = None if batch is None else batch.chunk_tokens
+        tokens = fixed or tokens
         how: dict[str, Any] = {
             "copies": copies,
-            "one_pass": sequence is None or attends_no_later_chunk(sequence, tokens),
+            # Of fixed chunks two: with one, dk and dv are sums over chunks of queries, which ranks cannot all add.
+            "one_pass": not fixed and (sequence is None or attends_no_later_chunk(sequence, tokens)),
             "inside": as_now(),
         }
         return with_recorded(

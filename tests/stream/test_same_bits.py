@@ -1,0 +1,174 @@
+"""`reproducible: true`: what one process computes of a batch, any number of ranks computes bit for bit."""
+
+from typing import Any
+
+import pytest
+import ringtile
+import torch
+from hf_models import hybrid, tiny_model
+from hf_training import Padded, enter_world, failure_of, make_trainer, packed
+from pool import run_ranks
+from ringtile.config import Config
+from ringtile.hf.batch import active_batch
+from ringtile.hf.features import loss
+from torch import Tensor, nn
+
+TOKENS, CHUNK = 100, 16  # padded to 112, 128 or 256 tokens
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 16, "num_key_value_heads": 8}
+CONFIG = {"stream": True, "tiled_loss": True, "reproducible": True, "tile_tokens": CHUNK}
+FAMILIES = ("llama", "mixtral-balanced", "gpt-oss")
+
+
+def rows(lengths: list[int]) -> list[dict[str, Any]]:
+    generator, found = torch.Generator().manual_seed(5), []
+    for length in lengths:
+        ids = torch.randint(3, 96, (length,), generator=generator)
+        labels = ids.where(torch.rand(length, generator=generator) < 0.7, -100)
+        found.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    return found
+
+
+class Recorded:
+    """Of a rank: hidden states, log-probs and gradients of its tokens, (B, N, ...), and where these are in the row."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.places = torch.empty(0, dtype=torch.int64)
+        self.loss = torch.empty(())
+        self.products: set[tuple[int, ...]] = set()  # shapes that a layer's MLP is given
+
+    def keep_loss(self, loss: Tensor) -> Tensor:
+        self.loss = loss.detach().clone()
+        return loss
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        module.register_forward_hook(lambda module, args, output: self._record(name, output))
+
+    def _record(self, name: str, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        self.tensors[name], self.places = hidden.detach().clone(), active_batch().places
+        # The engine divides by the number of ranks.
+        ranks = active_batch().sequence.world_size
+        hidden.register_hook(lambda grad: self.tensors.__setitem__(f"gradient of {name}", grad / ranks))
+
+
+def step_of(family: str, dtype: str, kind: str, config: dict[str, Any]) -> Recorded:
+    """One step. Run it on every rank."""
+    enter_world()
+    model = tiny_model(family, **(SIZES | {"max_position_embeddings": 512})).train().to(getattr(torch, dtype))
+    lengths = [TOKENS, TOKENS - 9] if kind == "padded" else [40, 37, 23]
+    options: dict[str, Any] = {"collator": Padded("left") if kind == "padded" else packed}
+    options |= {"trainer_arguments": {"train_dataset": rows(lengths)}, "max_steps": 1, "gradient_accumulation_steps": 1}
+    trainer = make_trainer(model=model, per_device_train_batch_size=len(lengths), **options)
+    found = Recorded()
+    for index, layer in enumerate(model.model.layers):
+        found.watch(f"layer {index}", layer)
+        layer.mlp.register_forward_pre_hook(lambda module, args: found.products.add(tuple(args[0].shape)))
+    found.watch("norm", model.model.norm)
+    total = loss._total
+
+    def recording(batch: Any, losses: Tensor) -> Tensor:
+        found.tensors["log-probs"] = losses.detach().view(-1, batch.sequence.local_len).clone()
+        return total(batch, losses)
+
+    loss._total = recording
+    try:
+        ringtile.enable(trainer, CONFIG | {"first_batch_check": False} | config)
+        compute_loss = trainer.compute_loss
+        trainer.compute_loss = lambda *args, **kwargs: found.keep_loss(compute_loss(*args, **kwargs))
+        trainer.train()
+    finally:
+        loss._total = total
+        ringtile.restore(trainer)
+    return found
+
+
+def whole(ranks: list[Recorded], num_tokens: int) -> dict[str, Tensor]:
+    """Of all ranks, in the order of the sequence and without padding."""
+    found = {"loss": ranks[0].loss}
+    assert all(torch.equal(each.loss, found["loss"]) for each in ranks)
+    # Products of other numbers of rows have other bits, of some sizes and on some CPUs.
+    assert {shape[1] for each in ranks for shape in each.products} == {CHUNK}
+    places = torch.cat([each.places for each in ranks]).argsort()[:num_tokens]
+    for name in ranks[0].tensors:
+        found[name] = torch.cat([each.tensors[name] for each in ranks], 1)[:, places]
+    return found
+
+
+_references: dict[tuple[str, ...], dict[str, Tensor]] = {}
+
+
+def reference(*of: str) -> dict[str, Tensor]:
+    if of not in _references:
+        _references[of] = whole([step_of(*of, {"context_parallel_size": 1})], TOKENS)
+    return _references[of]
+
+
+def cases() -> list[Any]:
+    found = []
+    for family in FAMILIES:
+        for dtype in ("float32", "bfloat16"):
+            for kind in ("padded", "packed"):
+                for layout in ("contiguous", "zigzag"):
+                    for world in (2, 4, 8):
+                        short = family == "llama" and world < 8 and (kind == "packed") == (layout == "contiguous")
+                        short = short and (dtype == "bfloat16") == (world == 2)
+                        found.append(
+                            pytest.param(family, dtype, kind, layout, world, marks=[] if short else [pytest.mark.long])
+                        )
+    return found
+
+
+@pytest.mark.parametrize(("family", "dtype", "kind", "layout", "world"), cases())
+def test_same_bits(family: str, dtype: str, kind: str, layout: str, world: int) -> None:
+    expected = reference(family, dtype, kind)
+    config = {"context_parallel_size": world, "layout": layout}
+    found = whole(run_ranks(world, step_of, family, dtype, kind, config, timeout=200.0), TOKENS)
+    assert found.keys() == expected.keys() >= {"layer 1", "gradient of layer 0", "norm", "log-probs", "loss"}
+    if family == "mixtral-balanced":  # the sum of probabilities over all tokens has no order of its own
+        assert torch.allclose(found.pop("loss"), loss := expected["loss"], rtol=1e-6), loss
+    different = [name for name, x in found.items() if not torch.equal(x, expected[name])]
+    assert not different
+
+
+# ---- refused ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"stream": False}, "reproducible is true and stream is not; expected stream: true"),
+        ({"tiled_loss": False}, "reproducible is true and tiled_loss is not"),
+        ({"context_parallel_scheme": "ring"}, "context_parallel_scheme is 'ring', whose bits depend on the number of"),
+        ({"context_parallel_scheme": "usp:2", "context_parallel_size": 4}, "'usp:2', whose bits .* expected ulysses"),
+        ({"layout": "striped"}, "layout is 'striped', .* expected contiguous or zigzag"),
+        ({"shared_prefix": True}, "reproducible and shared_prefix are true, .* expected one of the two"),
+        ({"activation_offloading": True}, "reproducible and activation_offloading are true"),
+    ],
+)
+def test_refused_keys(config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ringtile.ConfigError, match=reason):
+        Config(**CONFIG | config)
+
+
+def test_auto_becomes_what_has_the_same_bits() -> None:
+    for asked in ({}, {"context_parallel_scheme": "auto", "layout": "auto"}):
+        config = Config(**CONFIG | asked)
+        assert (config.context_parallel_scheme, config.layout) == ("ulysses", "contiguous")
+
+
+def few_heads() -> str:
+    trainer = make_trainer(model=tiny_model(num_key_value_heads=1).train(), max_steps=1)
+    return failure_of(trainer, CONFIG | {"context_parallel_size": 2})
+
+
+def test_more_ranks_than_heads_of_keys_are_refused() -> None:
+    for message in run_ranks(2, few_heads):
+        assert "has 1 heads of keys, some of which 2 ranks would share" in message
+        assert message.startswith("RefusedError")
+
+
+def test_hybrid_models_are_refused() -> None:
+    trainer = make_trainer(model=hybrid("qwen3_next").train())
+    with pytest.raises(ringtile.RefusedError, match=r"whose state goes on from chunk to chunk"):
+        ringtile.enable(trainer, CONFIG)
