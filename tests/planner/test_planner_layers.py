@@ -13,6 +13,7 @@ from ringtile.errors import RefusedError
 from ringtile.hf import model
 from ringtile.hf.batch import ShardedBatch, active
 from ringtile.hf.features import indexed, latents, recurrent
+from ringtile.hf.layers import indexers
 from ringtile.hf.patches import Patches
 from ringtile.hf.shard import Reading, shard_batch
 from ringtile.planner.advice import step_seconds
@@ -233,6 +234,19 @@ def test_layers_that_choose_keys_save_what_a_rank_really_saves(name: str, monkey
         calls = step.run(seq_len).attention
     assert between == [expected]
     assert {(call.num_indices, call.shape.latent_dim) for call in calls} == {(6, 20)}
+
+
+def test_indexers_have_no_state_in_an_optimizer() -> None:
+    """Nor a gradient; and a first step takes what a second one does."""
+    config = tiny_config("deepseek_v32")
+    setup = Setup(config, devices=2, engine="fsdp2", ringtile=Config(context_parallel_size=2))
+    with TrainingStep(setup) as step:
+        first, again = step.run(64), step.run(64)
+    own = tiny_model(config)
+    of_indexers = sum(x.nbytes for each in indexers(own.named_modules()).values() for x in each.parameters())
+    assert first.parts == again.parts
+    weights = sum(x.nbytes for x in own.parameters())
+    assert first.parts["optimizer"] == pytest.approx(weights - of_indexers, rel=0.01)  # two halves
 
 
 def test_chosen_keys_are_computed_and_the_masks_keys_are_sent() -> None:
