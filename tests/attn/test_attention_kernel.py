@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from ringtile import (
     Layout,
     LoopbackWorld,
     RefusedError,
+    ShardedSequence,
     ops,
     ring_attention,
 )
@@ -36,10 +36,11 @@ from ringtile.attn import choose as block
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block, Final, Gradients, Ringtile
+from ringtile.attn.call import AttentionCall
 from ringtile.cli import doctor
 from ringtile.sequence.layout import CHUNKS_PER_RANK
 from ringtile.sequence.pieces import Piece, find_pieces, packs, squares
-from ringtile.sequence.plan import rank_plan
+from ringtile.sequence.plan import Shape, rank_plan
 from ringtile.sequence.rounds import Round
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import any_masks, dense, layouts
@@ -147,7 +148,7 @@ def test_common_masks_take_few_pieces(mask: str, most: int, layout: str) -> None
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget what was measured."""
-    monkeypatch.setattr(block, "_chosen", {})
+    monkeypatch.setattr(block, "_ranked_here", {})
 
 
 @pytest.fixture
@@ -177,7 +178,7 @@ def test_auto_is_aten_in_bfloat16_where_amx_is_not_built(fresh: None, monkeypatc
         p = problem(v_head_dim=16, dtype=dtype)
         one, other = (run_ring(p, MASKS["causal"], layout, kernel, **options) for kernel in ("auto", chosen))
         assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
-    assert block._chosen == {}  # without a clock: all ranks and all runs alike
+    assert block._ranked_here == {}  # without a clock: all ranks and all runs alike
 
 
 def test_a_build_without_amx_is_named_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +220,7 @@ def test_no_clock_chooses_where_it_must_not(fresh: None, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     one, other = (run_ring(p, MASKS["causal"], layout, kernel) for kernel in ("auto", "ringtile"))
     assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
-    assert block._chosen == {}
+    assert block._ranked_here == {}
 
 
 class OnGpu(Tensor):
@@ -230,25 +231,26 @@ class OnGpu(Tensor):
 
 def test_a_capture_measures_nothing(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes whoever was chosen before for blocks of that size; else the first: ringtile's, where that may run."""
-    p, plan = problem(v_head_dim=16), rank_plan(MASKS["causal"], Layout.contiguous(48, 1), 0)
-    of = SimpleNamespace(q=OnGpu(p.q), k=p.k, round=Round.all_of(plan, CPU)[0])
-    backends = [block.RINGTILE, *aten.ATEN["cuda"]]
+    p, sequence = problem(v_head_dim=16), ShardedSequence(MASKS["causal"], Layout.contiguous(48, 1))
+    call = AttentionCall(sequence, Shape.of(p.q, p.k, p.v), 1.0)
+    monkeypatch.setattr(block, "_able", lambda *given: [block.RINGTILE, *aten.ATEN["cuda"]])
     ran: list[str] = []
 
-    def fastest(of: Any) -> str:
-        return block._fastest(backends, lambda backend: ran.append(backend.name), of, ())[0].name
+    def fastest(q: Tensor) -> str:
+        of = Block(OnGpu(q), p.k, p.v, sequence.rounds_on(CPU)[0], 1.0, 0.0)
+        return block._backend(call, of, lambda backend: ran.append(backend.name), ()).name
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert fastest(of) == "ringtile's attention"
-    assert (ran, block._chosen) == ([], {})
+    assert fastest(p.q) == "ringtile's attention"
+    assert (ran, block._ranked_here) == ([], {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
         block, "_seconds", lambda run, backend, states: {"aten's cuDNN attention": 0}.get(backend.name, 1)
     )
-    assert fastest(of) == "aten's cuDNN attention"
+    assert fastest(p.q) == "aten's cuDNN attention"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert fastest(of) == "aten's cuDNN attention"
-    assert fastest(SimpleNamespace(q=OnGpu(p.q[:, :5]), k=of.k, round=of.round)) == "ringtile's attention"
+    assert fastest(p.q) == "aten's cuDNN attention"
+    assert fastest(p.q[:, :5]) == "ringtile's attention"
 
 
 # ---- a kernel that is not what it was taken for -------------------------------------------------

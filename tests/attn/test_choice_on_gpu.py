@@ -98,14 +98,14 @@ class OnGpu(Tensor):
 
 
 def test_each_slow_path_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(choose, "_slow", set())
+    for name in ("_slow", "_looked_at"):
+        monkeypatch.setattr(choose, name, set())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
     slow = a_block(torch.float32)
     on_gpu = slow._replace(q=slow.q.as_subclass(OnGpu))
     with caplog.at_level(logging.WARNING):
-        for block in (slow, on_gpu, on_gpu):  # of a CPU; of a GPU, twice
-            choose._warn_if_slow(choose.RINGTILE, block, backward=False)
-        choose._warn_if_slow(aten.ATEN["cpu"][0], on_gpu, backward=False)
+        for i, block in enumerate((slow, on_gpu, on_gpu)):  # of a CPU; of a GPU, twice
+            choose._warn_if_slow(block, choose.Kind(i, *[None] * 5, backward=False, flash_attention=None))
     assert [record.message.split(": ")[0] for record in caplog.records] == [
         "attention by ringtile's kernels is slow here"
     ]

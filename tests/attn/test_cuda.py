@@ -128,16 +128,16 @@ def test_attention_without_kernels_is_atens(monkeypatch: pytest.MonkeyPatch) -> 
     with FakeTensorMode():
         x = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
         block = Block(x, x, x, round, 1.0, 0.0)
-        able = choose._able(call, block)
+        able = choose._ask(call, block)
         assert able
         assert set(able) <= set(ATEN["cuda"])
         with pytest.raises(RefusedError, match=r"'ringtile', but .* is not in use here: not built: .*to auto or aten"):
-            choose._able(call._replace(attention_kernel="ringtile"), block)
+            choose._ask(call._replace(attention_kernel="ringtile"), block)
         x = x.float()
         with pytest.raises(
             RefusedError, match=r"not built: .*takes bfloat16 and float16 on CUDA.*change what both lack"
         ):
-            choose._able(call, block._replace(q=x, k=x, v=x))
+            choose._ask(call, block._replace(q=x, k=x, v=x))
 
 
 def test_doctor_says_which_kernels_serve_a_gpu() -> None:

@@ -37,7 +37,7 @@ class OfItsOwnError(Exception):
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(choose, "_chosen", {})
+    monkeypatch.setattr(choose, "_ranked_here", {})
     self_test.forget()
     yield
     self_test.forget()

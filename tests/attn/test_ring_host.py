@@ -85,7 +85,7 @@ def test_who_computes_is_asked_once_for_all_layers(monkeypatch: pytest.MonkeyPat
     (flash,) = aten.ATEN["cpu"]
     monkeypatch.setitem(aten.ATEN, "cpu", (Asked(flash.name, flash.attend, flash.attend_backward),))
     monkeypatch.setattr(choose, "_is_ringtiles", lambda call, q: call.attention_kernel == "ringtile")
-    monkeypatch.setattr(choose, "_chosen", {})
+    monkeypatch.setattr(choose, "_ranked_here", {})
     monkeypatch.setattr(choose, "_seconds", lambda run, backend, states: float(backend is choose.RINGTILE))
     p = problem(v_head_dim=16)
     sequence = ShardedSequence(MASKS["causal"], Layout.contiguous(48, 1))

@@ -450,15 +450,15 @@ MUTANTS = [
     Mutant(
         "attention: who computes a block without a gradient of lse is remembered for blocks with one",
         "python/ringtile/attn/choose.py",
-        "call.indices is None, takes_dlse",
-        "call.indices is None",
+        "*options, takes_dlse, backward",
+        "*options, False, backward",
         "tests/attn/test_ring_host.py",
     ),
     Mutant(
         "attention: what a capture falls back on is remembered",
         "python/ringtile/attn/choose.py",
-        "if is_final and not _captures(q):",
-        "if is_final:",
+        "if not _captures(block.q):",
+        "if True:",
         "tests/attn/test_ring_host.py",
     ),
 ]

@@ -73,7 +73,7 @@ def _flash_functions(library: str) -> _FlashFunctions | str:
         return f"is not installed ({next(iter(str(error).splitlines()), type(error).__name__)})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InSquares:
     """A kernel that knows full and causal blocks: a call for each square."""
 
@@ -142,7 +142,7 @@ class InSquares:
         _round(grads)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InPacks:
     """aten's flash attention for CUDA, which takes many sequences in one call, and windows: a call for each pack.
 

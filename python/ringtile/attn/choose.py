@@ -14,6 +14,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ from torch.nn.attention import current_flash_attention_impl
 from ringtile import ops, self_test
 from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Running, why_slow
-from ringtile.attn.call import AttentionCall
+from ringtile.attn.call import AttentionCall, unwritten_keys
 from ringtile.attn.self_test import mark_wrong, why_wrong
 from ringtile.errors import RefusedError
+from ringtile.sequence.plan import Shape
 from ringtile.sequence.rounds import Round
 from ringtile.transport.transport import Transport
 
@@ -81,7 +83,7 @@ def _run(
 ) -> None:
     """Compute a block by the backend that is chosen; by another one where that of a library raises.
 
-    run, states: as in `_fastest`. kept: those whose values the block adds to; an error after they have changed goes on.
+    run, states: as in `_backend`. kept: those whose values the block adds to; an error after they have changed goes on.
     """
     while True:
         backend = _backend(call, block, run, states, takes_dlse)
@@ -106,40 +108,49 @@ def _drop(backend: Backend, block: Block, error: Exception) -> None:
     if backend is RINGTILE or isinstance(error, torch.OutOfMemoryError):
         raise error
     mark_wrong(backend, block.q, block.k, block.v, self_test.error_of(error))
-    block.round.chosen.clear()
+    block.round.able.clear()
 
 
-def check(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, takes_dlse: bool = False) -> None:
+def check(call: AttentionCall, q: Tensor, *, takes_dlse: bool, backward: bool) -> None:
     """Raise RefusedError where no backend that may be used computes some round; before anything is sent.
 
-    q, k, v: the local tensors, or this rank's first heads; only dtype, device and head dims are read.
+    q: of the call's dtype and device, which alone are read.
     """
     if q.is_meta:
         return
-    rounds = call.sequence.rounds_on(q.device)
-    checked, kind = rounds[0].queries.checked, (_kind(call, q, takes_dlse), call.shape)
-    if kind in checked:
+    rounds, kind = call.sequence.rounds_on(q.device), Kind.of(call, takes_dlse, backward)
+    if kind in rounds[-1].able:  # which is asked last
         return
-    num_heads, num_kv_heads = call.shape.num_heads, call.shape.num_kv_heads
+    _, num_heads, num_kv_heads, head_dim, v_head_dim, *_ = call.shape
     if (heads := call.sequence.ring.heads) is not None:
         share = call.sequence.shares(num_heads, num_kv_heads)[heads.place]
         num_heads, num_kv_heads = len(share.heads), len(share.kv_of_heads or share.kv_heads)
-    of_q = q[:, :, : 1 if num_heads == num_kv_heads else 2]  # other kernels may run where each has a kv head
+    k, v = unwritten_keys(q, 1, v_head_dim)
+    q = q.new_empty((1, 1, 1 if num_heads == num_kv_heads else 2, head_dim))  # others run where each has a kv head
     for round in rounds if num_heads else ():
-        block = Block(of_q, k[:, :, :1], v[:, :, :1], round, call.scale, call.softcap, call.dropout, call.indices)
-        _able(call, block, takes_dlse)
-    if not _captures(q):
-        checked.add(kind)
+        _able(call, Block(q, k, v, round, call.scale, call.softcap, call.dropout, call.indices), kind)
 
 
-def _kind(call: AttentionCall, q: Tensor, takes_dlse: bool) -> tuple[object, ...]:
-    """Return what decides who may compute a block, apart from its round, shapes and dtype."""
-    about = call.attention_kernel, call.dropout is None, call.softcap == 0, call.indices is None, takes_dlse
-    return *about, current_flash_attention_impl()
+class Kind(NamedTuple):
+    """What decides who may compute a block of a sequence, apart from its round."""
+
+    shape: Shape
+    attention_kernel: str
+    drops: bool
+    has_softcap: bool
+    has_indices: bool
+    takes_dlse: bool
+    backward: bool
+    flash_attention: str | None  # what torch runs
+
+    @classmethod
+    def of(cls, call: AttentionCall, takes_dlse: bool, backward: bool) -> Kind:
+        options = call.dropout is not None, call.softcap != 0, call.indices is not None
+        return cls(call.shape, call.attention_kernel, *options, takes_dlse, backward, current_flash_attention_impl())
 
 
 def _captures(q: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured, in which nothing is tested or measured."""
+    """Return whether a CUDA graph is being captured, in which nothing is tested, measured or remembered."""
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -161,36 +172,17 @@ _OTHERWISE = {
 }
 
 
-def _backend(
-    call: AttentionCall,
-    block: Block,
-    run: Callable[..., None],
-    states: tuple[Tensor, ...],
-    takes_dlse: bool = False,
-) -> Backend:
-    """Return who computes a block. run, states: as in `_fastest`."""
-    q, backward, chosen = block.q, len(states) == 3, block.round.chosen
-    # On a GPU, where five backends may take part, asking all of them takes a quarter of the host's time in a round.
-    kind, deterministic = _kind(call, q, takes_dlse), torch.are_deterministic_algorithms_enabled()
-    key = kind, backward, deterministic, q.dtype, q.shape, block.k.shape, block.v.shape
-    found: Backend | None = chosen.get(key)
-    while found is None:
-        backends = _able(call, block, takes_dlse)
-        ranked = _ranked.get(call.sequence.transport, {}).get(_size_class(call, block, kind, states), ())
-        agreed = (backend for name in ranked for backend in backends if backend.name == name)
-        found, is_final = next(agreed, None), True
-        if found is None:
-            found, is_final = _fastest(backends, run, block, states)
-        if found is None:
-            continue
-        if len(backends) == 1:
-            _warn_if_slow(found, block, backward=backward)
-        if is_final and not _captures(q):
-            chosen[key] = found
-    return found
+def _able(call: AttentionCall, block: Block, kind: Kind) -> list[Backend]:
+    """Return the backends that support this block, found out once: five are asked on a GPU. RefusedError: none."""
+    able = block.round.able.get(kind)
+    if able is None:
+        able = _ask(call, block, kind.takes_dlse)
+        if not _captures(block.q):
+            block.round.able[kind] = able
+    return able
 
 
-def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[Backend]:
+def _ask(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[Backend]:
     """Return the backends that support this block. Raise RefusedError listing why each one does not."""
     q, k, v = block.q, block.k, block.v
     if q.is_meta or (block.indices is not None and call.attention_kernel != "aten"):  # for which nobody else has one
@@ -226,14 +218,16 @@ def _able(call: AttentionCall, block: Block, takes_dlse: bool = False) -> list[B
     return able
 
 
-_slow: set[str] = set()
+_slow: set[str] = set()  # reasons that were told
+_looked_at: set[Kind] = set()
 
 
-def _warn_if_slow(backend: Backend, block: Block, *, backward: bool) -> None:
-    """Say so, once for each reason, where nobody else is there: a slow run looks like any other."""
-    if not block.q.is_cuda or backend is not RINGTILE:
+def _warn_if_slow(block: Block, kind: Kind) -> None:
+    """Say so, once for each reason, where ringtile alone is there: a slow run looks like any other."""
+    if not block.q.is_cuda or kind in _looked_at:
         return
-    reason = why_slow(block, torch.cuda.get_device_capability(block.q.device), backward=backward)
+    _looked_at.add(kind)
+    reason = why_slow(block, torch.cuda.get_device_capability(block.q.device), backward=kind.backward)
     if reason and reason not in _slow:
         _slow.add(reason)
         logger.warning("attention by ringtile's kernels is slow here: %s", reason)
@@ -241,34 +235,51 @@ def _warn_if_slow(backend: Backend, block: Block, *, backward: bool) -> None:
 
 # ---- who is fastest -----------------------------------------------------------------------------
 
-_chosen: dict[object, str] = {}
+# By kind and size of a call, the fastest first: in this process, for each list of backends that may be asked; and by
+# group, for the ranks of a ring, who wait for the slowest of them.
+_ranked_here: dict[object, list[Backend]] = {}
+_ranked: weakref.WeakKeyDictionary[Transport, dict[object, list[Backend]]] = weakref.WeakKeyDictionary()
 
 
-def _fastest(
-    backends: list[Backend], run: Callable[..., None], block: Block, states: tuple[Tensor, ...]
-) -> tuple[Backend | None, bool]:
-    """Return the one that takes the least time here, measured once for blocks of about this size and mask.
+def _backend(
+    call: AttentionCall,
+    block: Block,
+    run: Callable[..., None],
+    states: tuple[Tensor, ...],
+    takes_dlse: bool = False,
+) -> Backend:
+    """Return who computes a block: of several, who takes the least time for about this size, measured once.
 
-    None: one of them has raised, and is no more to be used.
-
-    states: what run writes, which keeps its values. The first one, whose sums have one order, where torch is told to be
-    deterministic, as a clock is not. It also stands in, and False says so, where nothing can be measured: while a CUDA
-    graph is captured, and where there is no memory for copies of the states.
+    run(backend, *states) does; states: what it writes, which keeps its values. The first one, whose sums have one
+    order, where torch is told to be deterministic, as a clock is not. It also stands in, and nothing is remembered,
+    where nothing can be measured: while a CUDA graph is captured, and where there is no memory for copies of states.
     """
-    if len(backends) == 1 or torch.are_deterministic_algorithms_enabled():
-        return backends[0], True
-    q = block.q
-    sizes = (q.size(0), *q.shape[2:], block.k.size(2), q.size(1).bit_length())
-    key = (q.device, q.dtype, sizes, len(states), tuple(backend.name for backend in backends))
-    if key not in _chosen:
-        seconds = None if _captures(q) else _measured(backends, run, block, states)
-        if seconds is None:
-            return backends[0], False
-        if len(seconds) < len(backends):
-            return None, False
-        _chosen[key] = min(seconds, key=seconds.__getitem__)
-        _tell(block, states, seconds)
-    return next(backend for backend in backends if backend.name == _chosen[key]), True
+    q, kind = block.q, Kind.of(call, takes_dlse, backward=len(states) == 3)
+    while True:
+        backends = _able(call, block, kind)
+        if backends == [RINGTILE]:
+            _warn_if_slow(block, kind)
+        if len(backends) == 1 or torch.are_deterministic_algorithms_enabled():
+            return backends[0]
+        of_group = _ranked.get(call.sequence.transport, {})
+        for each in of_group.get(_of_ring(call, kind), ()) if of_group else ():
+            if each in backends:
+                return each
+        key = kind, q.device, q.shape[1].bit_length(), *backends
+        if key not in _ranked_here:
+            seconds = None if _captures(q) else _measured(backends, run, block, states)
+            if seconds is None:
+                return backends[0]
+            if len(seconds) < len(backends):  # one has raised, and is no more to be used
+                continue
+            _ranked_here[key] = sorted(backends, key=lambda backend: seconds[backend.name])
+            _tell(block, kind, seconds)
+        return _ranked_here[key][0]
+
+
+def _of_ring(call: AttentionCall, kind: Kind) -> tuple[object, ...]:
+    """Return what is the same for all blocks that one choice is for, on all ranks of a ring."""
+    return kind, call.sequence.seq_len.bit_length(), call.sequence.ring.ranks
 
 
 def _measured(
@@ -287,10 +298,10 @@ def _measured(
     return seconds
 
 
-def _tell(block: Block, states: tuple[Tensor, ...], seconds: dict[str, float]) -> None:
+def _tell(block: Block, kind: Kind, seconds: dict[str, float]) -> None:
     logger.info(
         "attention %s of q %s and k %s is computed by %s (%s)",
-        *("backward" if len(states) == 3 else "forward", tuple(block.q.shape), tuple(block.k.shape)),
+        *("backward" if kind.backward else "forward", tuple(block.q.shape), tuple(block.k.shape)),
         *(
             min(seconds, key=seconds.__getitem__),
             ", ".join(f"{x} {taken * 1e3:.2f} ms" for x, taken in seconds.items()),
@@ -312,16 +323,6 @@ def _seconds(run: Callable[..., None], backend: Backend, states: tuple[Tensor, .
 
 # ---- the same on all ranks ----------------------------------------------------------------------
 
-# By group, and by kind and size of a call: backends, first the one whose slowest rank is the fastest.
-_ranked: weakref.WeakKeyDictionary[Transport, dict[object, list[str]]] = weakref.WeakKeyDictionary()
-
-
-def _size_class(call: AttentionCall, block: Block, kind: object, states: tuple[Tensor, ...]) -> tuple[object, ...]:
-    """Return what is the same for all blocks that one choice is for, on all ranks of a ring."""
-    q, sequence = block.q, call.sequence
-    sizes = (q.size(0), *q.shape[2:], block.k.size(2), block.v.size(3), sequence.seq_len.bit_length())
-    return sequence.ring.ranks, kind, q.dtype, sizes, len(states)
-
 
 def agrees(call: AttentionCall, q: Tensor) -> bool:
     """Return whether several backends may be asked, and ranks that wait for each other; the same on all of these."""
@@ -338,18 +339,18 @@ def _settle(
     Asked only where `agrees`, before all messages of a call, so that all ranks post these in one order. A rank that
     cannot measure, because the keys of its first block are not its own, or memory is short, says nothing.
     """
-    transport, kind = call.sequence.transport, _kind(call, block.q, takes_dlse)
-    ranked, key = _ranked.setdefault(transport, {}), _size_class(call, block, kind, states)
+    q, transport, kind = block.q, call.sequence.transport, Kind.of(call, takes_dlse, backward=len(states) == 3)
+    ranked, key = _ranked.setdefault(transport, {}), _of_ring(call, kind)
     if key in ranked:
         return
-    able = _able(call, block, takes_dlse) if block.round.planned.in_place else []
+    able = _able(call, block, kind) if block.round.planned.in_place else []
     seconds = _measured(able, run, block, states) or {}
-    names = [backend.name for backend in (RINGTILE, *ATEN[block.q.device.type])]
-    mine = torch.tensor([seconds.get(name, -1.0) for name in names], dtype=torch.float64, device=block.q.device)
+    backends = {backend.name: backend for backend in (RINGTILE, *ATEN[q.device.type])}
+    mine = torch.tensor([seconds.get(name, -1.0) for name in backends], dtype=torch.float64, device=q.device)
     arrived = {peer: torch.empty_like(mine) for peer in call.sequence.ring.ranks if peer != transport.rank}
     transport.exchange(dict.fromkeys(arrived, mine), arrived, "the seconds of attention kernels").wait()
     slowest = torch.stack([mine, *arrived.values()]).amax(0).tolist()
-    of_ring = {name: taken for taken, name in sorted(zip(slowest, names, strict=True)) if taken >= 0}
-    ranked[key] = [*of_ring]
+    of_ring = {name: taken for taken, name in sorted(zip(slowest, backends, strict=True)) if taken >= 0}
+    ranked[key] = [backends[name] for name in of_ring]
     if of_ring:
-        _tell(block, states, of_ring)
+        _tell(block, kind, of_ring)

@@ -24,7 +24,7 @@ from torch import Tensor
 from ringtile import ops
 from ringtile.attn import choose, ring
 from ringtile.attn.backend import Final
-from ringtile.attn.call import AttentionCall, ExpandAgain, unwritten_keys
+from ringtile.attn.call import AttentionCall, ExpandAgain
 from ringtile.scheme import Share
 from ringtile.sequence.heads import HeadGroup
 from ringtile.transport.agreement import HeaderValue
@@ -47,7 +47,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
     And what the backward takes. lse is empty where ranks share heads and the call returns none. The call was checked,
     and the sequence's scheme is resolved.
     """
-    with _agreed("forward", call, (q, k, v)):
+    with _agreed("forward", call, q):
         if call.sequence.ring.heads is None:
             out, lse = ring.forward(call, q, k, v)
             return out, lse, Saved(q, k, v, out, lse)
@@ -85,7 +85,7 @@ def backward(
     ranks; 0: not known. again: as of `ring.backward`.
     """
     shape = call.shape
-    with _agreed("backward", call, saved[:3], forward_call, takes_dlse=dlse is not None):
+    with _agreed("backward", call, saved.q, forward_call, takes_dlse=dlse is not None):
         if call.sequence.ring.heads is None:
             final = Final.of(dout, dlse, saved.out, saved.lse)
             gradients = ring.backward(call, final, *saved[:3], again=again)
@@ -205,7 +205,7 @@ def _summed(share: Share, *gradients: Tensor) -> list[Tensor]:
 def _agreed(
     direction: Literal["forward", "backward"],
     call: AttentionCall,
-    qkv: tuple[Tensor, Tensor, Tensor],
+    q: Tensor,
     forward_call: int = 0,
     takes_dlse: bool = False,
 ) -> AbstractContextManager[None]:
@@ -214,8 +214,7 @@ def _agreed(
     if transport.world_size == 1:
         return contextlib.nullcontext()
     op = f"ring_attention {direction}"
-    keys = qkv[1:] if call.expand is None else unwritten_keys(qkv[0], shape.num_kv_heads, shape.v_head_dim)
-    choose.check(call, qkv[0], *keys, takes_dlse)
+    choose.check(call, q, takes_dlse=takes_dlse, backward=direction == "backward")
     layout_digest, mask_digest = sequence.digests
     fields: dict[str, HeaderValue] = {
         "batch": shape.batch,
@@ -229,7 +228,7 @@ def _agreed(
         "softcap": call.softcap,
         "scheme": sequence.scheme,
         "layout digest": layout_digest,
-        "mask digest": mask_digest,  # of the layout too, but that is compared first
+        "mask digest": mask_digest,
     }
     if shape.latent_dim:
         fields["latent_dim"] = shape.latent_dim
@@ -245,4 +244,4 @@ def _agreed(
         step = drop.step  # not among the terms, which would be new in every step
         if drop.rows.is_cpu:
             data = zlib.crc32(str(drop.rows.tolist()).encode())
-    return transport.agree(op, fields, qkv[0].device, forward_call=forward_call, data=data, step=step)
+    return transport.agree(op, fields, q.device, forward_call=forward_call, data=data, step=step)

@@ -19,17 +19,13 @@ from ringtile.sequence.plan import PlannedRound, RankPlan, Transfer
 
 
 class Queries:
-    """The mask of a rank's queries, and their positions, on one device. RefusedError as by `DeviceMask`.
-
-    checked: kinds of calls for which all rounds of these queries have somebody who computes them (attn/choose.py).
-    """
+    """The mask of a rank's queries, and their positions, on one device. RefusedError as by `DeviceMask`."""
 
     def __init__(self, device: torch.device, begin: Tensor, end: Tensor, positions: Tensor) -> None:
         """begin, end: int32 CPU (Bm, N). positions: int64 CPU (N)."""
         self.device, self.begin, self.end, self.positions = device, begin, end, positions
         self._bounds = DeviceMask(device, begin, end)
         self._positions: DeviceMask | None = None  # only dropout and masks with two sides ask for them
-        self.checked: set[object] = set()
 
     def bounds_there(self) -> tuple[Tensor, ...]:
         """Return begin and end on the device, for kernels on the current stream."""
@@ -46,7 +42,7 @@ class Queries:
 class Round:
     """A round on one device: which keys of its block each local query attends. The same for all calls with one plan.
 
-    planned: what travels, if anything does. chosen: who computes it, by kind of call (attn/choose.py).
+    planned: what travels, if anything does. able: who computes it, by kind of call (attn/choose.py).
     """
 
     def __init__(
@@ -62,7 +58,7 @@ class Round:
         self._key_bounds = DeviceMask(queries.device, *key_bounds)
         self._tables: dict[Transfer, DeviceMask] = {}
         self._packs: dict[tuple[int, int, int], tuple[tuple[Pack, ...], DeviceMask]] = {}
-        self.chosen: dict[object, Any] = {}
+        self.able: dict[object, Any] = {}
 
     @classmethod
     def all_of(cls, plan: RankPlan, device: torch.device) -> tuple[Round, ...]:
