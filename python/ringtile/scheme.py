@@ -7,7 +7,7 @@ A scheme is a text, the same in Python, YAML and on the command line:
     ulysses       each rank: all queries, its share of the heads (arXiv:2309.14509)
     usp:M         M neighbors share the heads of their queries; keys come from M ranks at a time (arXiv:2405.07719)
     usp           usp:M for the most neighbors M that always share a host
-    auto          whichever receives the fewest bytes over the slowest link (attn/auto.py)
+    auto          whichever receives the fewest bytes over the slowest link (sequence/plan.py)
 """
 
 from __future__ import annotations
@@ -64,6 +64,22 @@ class Scheme:
                 f"the scheme is {self.text}, but the group has {world_size} ranks; expected a number that divides it"
             )
         return size
+
+
+def candidates(hosts: tuple[int, ...]) -> list[str]:
+    """Return what `auto` chooses from. hosts: by rank, as in `Transport`. all_gather receives what the ring does."""
+    of_hosts = usp_of_hosts(hosts)
+    names = ["ring", "ulysses"]
+    return names if of_hosts in ("usp:1", f"usp:{len(hosts)}") else [*names, of_hosts]
+
+
+@functools.cache  # every call of a layer asks
+def usp_of_hosts(hosts: tuple[int, ...]) -> str:
+    """Return usp for the most neighbors that always share a host: ulysses within hosts, a ring between them."""
+    world_size = len(hosts)
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    within = [size for size in sizes if all(hosts[rank] == hosts[rank // size * size] for rank in range(world_size))]
+    return f"usp:{within[-1]}"
 
 
 # ---- shares of the heads ------------------------------------------------------------------------

@@ -44,8 +44,7 @@ from oracle import Attention, gradients_with_sinks, kept
 from pool import run_ranks
 from ringtile import AttentionDropout, Config, IntervalMask, Layout, ShardedSequence, ops, plan_attention, self_test
 from ringtile.attn import aten
-from ringtile.attn.auto import candidates
-from ringtile.scheme import Scheme
+from ringtile.scheme import Scheme, candidates
 from strategies import any_masks, dense, layouts
 from torch import Tensor
 

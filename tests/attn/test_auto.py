@@ -21,7 +21,7 @@ from ringtile import (
     plan_attention,
     ring_attention,
 )
-from ringtile.attn import auto
+from ringtile import scheme as schemes
 from ringtile.cli import main
 from ringtile.sequence.plan import Shape
 from ringtile.transport.loopback import LoopbackGroup
@@ -71,7 +71,7 @@ def test_auto_receives_the_fewest_bytes_over_the_slowest_link(mask: str, heads: 
 
     def on_rank(group: LoopbackGroup) -> tuple[str, int]:
         sequence = ShardedSequence(MASKS[mask], layout, group, scheme="auto")
-        return auto.scheme_of(sequence, shape), group.transport.bytes_sent
+        return sequence.resolved(shape).scheme, group.transport.bytes_sent
 
     tried = ["ring", "all_gather", "ulysses", "usp:2"] if hosts == "aabb" else ["ring", "all_gather", "ulysses"]
     expected = min(tried, key=lambda scheme: received(MASKS[mask], numbers, shape, scheme, layout))
@@ -86,7 +86,7 @@ def test_auto_takes_each_of_its_candidates_somewhere() -> None:
         found = []
         for mask, layout in ((full, Layout.zigzag(64, 4)), (window, Layout.contiguous(64, 4))):
             sequence = ShardedSequence(mask, layout, group, scheme="auto")
-            found.append(auto.scheme_of(sequence, Shape(1, 8, 8, 8, 8, torch.float32)))
+            found.append(sequence.resolved(Shape(1, 8, 8, 8, 8, torch.float32)).scheme)
         return found
 
     assert on_hosts(("a",) * 4, on_rank) == [["ulysses", "ring"]] * 4
@@ -101,7 +101,7 @@ def test_resolved_schemes_equal_one_rank_and_send_what_is_planned(world_size: in
         layout = Layout.zigzag(SEQ_LEN, world_size)
         ran = run(p, MASKS[mask], layout, scheme)
         assert_close(ran.results, run_ring(p, MASKS[mask], Layout.contiguous(SEQ_LEN, 1)), FLOAT64_TOLERANCE)
-        of_schemes = [run(p, MASKS[mask], layout, name).sent for name in auto.candidates((0,) * world_size)]
+        of_schemes = [run(p, MASKS[mask], layout, name).sent for name in schemes.candidates((0,) * world_size)]
         assert ran.sent in (of_schemes if scheme == "auto" else of_schemes[-1:])
 
 
@@ -143,8 +143,8 @@ def test_usp_without_a_number_is_ulysses_inside_hosts() -> None:
         ((0, 0, 2, 2, 2, 2), "usp:2"),
         ((0, 0, 0, 3, 3, 3), "usp:3"),
     ):
-        assert auto.usp_of_hosts(hosts) == expected
-        assert (expected in auto.candidates(hosts)) == (expected not in ("usp:1", f"usp:{len(hosts)}"))
+        assert schemes.usp_of_hosts(hosts) == expected
+        assert (expected in schemes.candidates(hosts)) == (expected not in ("usp:1", f"usp:{len(hosts)}"))
 
 
 def test_plan_of_a_scheme_to_resolve_is_refused() -> None:

@@ -245,7 +245,7 @@ def test_auto_counts_latents() -> None:
 
     def use(q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSequence, module: Expand) -> Tensor:
         out = attend(q, latent, rope, sequence, module)
-        used.extend(sequence.schemes.values())
+        used.extend(sequence._schemes.values())
         return out
 
     run(p, mask, Layout.zigzag(48, 2), "auto", use)
@@ -254,7 +254,7 @@ def test_auto_counts_latents() -> None:
 
     def with_heads(q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSequence, module: Expand) -> Tensor:
         out: Tensor = ring_attention(q, *module(latent, rope), sequence)
-        sequence_schemes.extend(sequence.schemes.values())
+        sequence_schemes.extend(sequence._schemes.values())
         return out
 
     run(p, mask, Layout.zigzag(48, 2), "auto", with_heads)

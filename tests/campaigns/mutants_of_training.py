@@ -538,7 +538,7 @@ MUTANTS = [
     ),
     Mutant(
         "auto: bytes within a host count where there are several",
-        "python/ringtile/attn/auto.py",
+        "python/ringtile/sequence/plan.py",
         "if len({*hosts}) > 1 else",
         "if len({*hosts}) > 9 else",
         "tests/attn/test_auto.py -k fewest",

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from hf_training import Padded, make_trainer
 from pool import run_ranks
-from ringtile.attn.auto import scheme_of
 from ringtile.first_batch.trace import running_trace
 from ringtile.hf import first_batch
 from ringtile.hf.batch import ShardedBatch, active_batch
@@ -92,7 +91,8 @@ class PlannedBytes(TrainerCallback):
             shape = Shape(batch_size, num_heads, num_kv_heads, head_dim, head_dim, self.dtype)
             for layer in layer_masks(self.config):
                 sequence = sharded.narrowed(layer)
-                mine = plan_of(sequence.mask, sequence.layout, shape, scheme_of(sequence, shape)).ranks[sequence.rank]
+                scheme = sequence.resolved(shape).scheme
+                mine = plan_of(sequence.mask, sequence.layout, shape, scheme).ranks[sequence.rank]
                 self.total += mine.forward_bytes_sent + mine.backward_bytes_sent
 
 

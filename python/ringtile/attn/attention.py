@@ -1,7 +1,7 @@
 """Exact attention over a sequence sharded over the ranks of a group: a ring (arXiv:2310.01889), or another scheme.
 
-The public functions; op.py has the op behind them. A call is resolved (auto.py), heads are exchanged where ranks share
-them (ulysses.py), and keys travel around the ring (ring.py); choose.py says who computes a block of them.
+The public functions; op.py has the op behind them. Heads are exchanged where ranks share them (ulysses.py), and keys
+travel around the ring (ring.py); choose.py says who computes a block of them.
 
 Shape letters: B batch, S global tokens, N local tokens, H query heads, G kv heads, D head dim, Dv value head dim,
 R runs of all ranks.
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ringtile import arguments, derivatives, keep, ops
 from ringtile.attn import op, ulysses
-from ringtile.attn.auto import resolved
 from ringtile.attn.call import AttentionCall, AttentionDropout, AttentionKernel, Expand, check_options
 from ringtile.errors import InputError, RefusedError, shown
 from ringtile.sequence.layout import Layout, check_types
@@ -140,7 +139,7 @@ def _one_rank(seq_len: int) -> Layout:
 
 def _attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return out of q's dtype, and lse in float64. sinks: as the caller gave them, maybe with a graph."""
-    call, k, v = resolved(call).heads_or_latents(q, k, v)
+    call, k, v = call.heads_or_latents(q, k, v)
     weights = () if call.expand is None else call.expand.weights
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad) or weights

@@ -114,7 +114,7 @@ class AttentionCall(NamedTuple):
         expand: Expand | None = None,
         indices: Tensor | None = None,
     ) -> AttentionCall:
-        """Return the call as the kernels take it. scale, softcap: from `check_options`.
+        """Return the call as the kernels take it, its scheme resolved. scale, softcap: from `check_options`.
 
         Raise InputError where the tensors, whose storages were checked, do not fit each other, the kernels or the
         sequence.
@@ -135,6 +135,7 @@ class AttentionCall(NamedTuple):
         drop = dropout and dropout.in_numbers()
         if indices is not None:
             check_indices(indices, q, softcap, drop, sequence)
+        sequence = sequence.resolved(shape) if indices is None else sequence.with_all_heads()
         return cls(sequence, shape, scale, softcap, attention_kernel, sinks, drop, returns_lse, expand, indices)
 
     def heads_or_latents(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[AttentionCall, Tensor, Tensor]:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ringtile import torch_ops
-from ringtile.attn.auto import with_all_heads
 from ringtile.errors import InputError
 from ringtile.sequence.sharded import ShardedSequence
 
@@ -43,7 +42,7 @@ def choose_keys(
         if sequence.mask.key_begin is not None:
             raise InputError("the mask has two sides, as a tree's has; expected one interval of keys for each query")
     whole = sequence.unshard(k, dim=1)
-    plan = with_all_heads(sequence).ring.plan
+    plan = sequence.with_all_heads().ring.plan
     bounds = [x.expand(B, N).tolist() for x in (plan.begin, plan.end)]  # on the host
     chosen = torch.full((B, N, min(num_keys, S)), -1, dtype=torch.int32, device=q.device)
     num_queries = max(1, 4 * torch_ops.BLOCK_NUMBERS // (H * min(S, _KEYS_AT_ONCE)))

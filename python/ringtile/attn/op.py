@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ringtile import arguments, derivatives
 from ringtile.attn import ring, ulysses
-from ringtile.attn.auto import resolved
 from ringtile.attn.call import AttentionCall, AttentionDropout, check_tensors
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -72,8 +71,7 @@ _INPUTS = (
 )
 def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     with transport_of(given[-3]).propagate_errors("ring_attention forward"):
-        call = resolved(_call(q, k, v, *given))
-        return ulysses.forward(call, q, k, v)[:2]
+        return ulysses.forward(_call(q, k, v, *given), q, k, v)[:2]
 
 
 @torch.library.custom_op(
@@ -88,7 +86,7 @@ def _ring_attention_backward(
     """dq, dk, dv, dsinks (empty without sinks)."""
     saved, sinks = ulysses.Saved(q, k, v, out, lse), given[3]
     with transport_of(given[-3]).propagate_errors("ring_attention backward"):
-        call = resolved(_call(q, k, v, *given))
+        call = _call(q, k, v, *given)
         dq, dk, dv, dsinks = ulysses.backward(call, saved, dout, dlse, sinks, is_local=True)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 

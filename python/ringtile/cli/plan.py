@@ -16,7 +16,6 @@ from typing import Any, get_args
 
 import torch
 
-from ringtile.attn.auto import cheapest, usp_of_hosts
 from ringtile.cli import Outcome, plan_model
 from ringtile.cli.output import check_output, write_output
 from ringtile.config import Config
@@ -26,9 +25,10 @@ from ringtile.planner.layer import Plan, plan_attention, plan_of
 from ringtile.planner.recurrent_layer import KINDS, scheme_costs
 from ringtile.planner.recurrent_layer import table as recurrent_table
 from ringtile.planner.sizes import Rates, parse_rates, parse_tokens
-from ringtile.scheme import EXPECTED
+from ringtile.scheme import EXPECTED, usp_of_hosts
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.plan import cheapest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 LAYOUTS = get_args(Config.model_fields["layout"].annotation)

@@ -33,7 +33,6 @@ from transformers.masking_utils import sdpa_mask
 from ringtile import keep, ops
 from ringtile.attn import indexed as choice
 from ringtile.attn.attention import RingAttention
-from ringtile.attn.auto import with_all_heads
 from ringtile.attn.call import AttentionCall, unwritten_keys, with_latents
 from ringtile.errors import RefusedError
 from ringtile.first_batch.unchanged import without_checkpoints
@@ -252,7 +251,7 @@ class TrainingStep:
             facts = Documents(sequence).facts  # of real masks
             _ = facts.whole, *(facts.windows(before) for before in range(1, ops.MAX_CONV_WIDTH))
         if self._chooses_keys:
-            _ = with_all_heads(sequence).ring  # its plan is real
+            _ = sequence.with_all_heads().ring  # its plan is real
         phases: dict[str, dict[str, int]] = {}
         device = "cuda" if setup.on_gpu else "cpu"
         is_mixed = self._is_recurrent or self._has_latents or self._chooses_keys or setup.ringtile.stream
@@ -376,7 +375,7 @@ class TrainingStep:
                 shape = with_latents(Shape.of(q, *keys), q, k, v)
             num_indices = 0
             if (indices := options.get("indices")) is not None:
-                sequence, num_indices = with_all_heads(sequence), indices.size(2)
+                sequence, num_indices = sequence.with_all_heads(), indices.size(2)
             of_call = PlannedCall(shape, sequence.mask, self._live.in_backward, num_indices)
             if sequence.world_size == 1:
                 self._calls.append(of_call)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringtile import ops
-from ringtile.scheme import Scheme, shares_of
+from ringtile.scheme import Scheme, candidates, shares_of
 from ringtile.sequence.heads import join
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -156,3 +156,19 @@ class Counts:
         forward = forward + (of_heads * key + of_kv_heads) * element + (of_heads * value).T * element
         backward = backward + of_heads * value * element
         return forward, backward + (of_heads * key).T * element + of_kv_heads.T * gradient
+
+
+def cheapest(mask: IntervalMask, layout: Layout, shape: Shape, hosts: tuple[int, ...]) -> str:
+    """Return what `auto` is: the scheme whose busiest rank receives the fewest bytes over the slowest link.
+
+    That is, forward and backward, between hosts if there are several, else within the one; the ring when equal. All
+    ranks have these integers, so that every rank and every run finds the same. hosts: by rank, as in `Transport`.
+    """
+    host = torch.tensor(hosts, device="cpu")
+    is_slow = host[:, None] != host if len({*hosts}) > 1 else torch.ones(len(hosts), len(hosts), dtype=torch.bool)
+
+    def received(scheme: str) -> int:
+        forward, backward = Counts(mask, layout, shape, Scheme.parse(scheme)).sent_bytes()
+        return int(((forward + backward) * is_slow).sum(0).max())
+
+    return min(candidates(hosts), key=received)  # the first of equal ones

@@ -23,11 +23,11 @@ from torch import Tensor
 from ringtile import arguments, ops
 from ringtile.checksum import checksum
 from ringtile.errors import InputError, PeerLostError, RefusedError, RingMismatchError, RingtileError
-from ringtile.scheme import Scheme, Share, shares_of
+from ringtile.scheme import Scheme, Share, shares_of, usp_of_hosts
 from ringtile.sequence.heads import HeadGroup, join
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import RankPlan, Shape, rank_plan
+from ringtile.sequence.plan import RankPlan, Shape, cheapest, rank_plan
 from ringtile.sequence.rounds import Round
 from ringtile.transport.groups import Group, group_name, only_group_of, transport_of
 from ringtile.transport.transport import Transport
@@ -76,7 +76,6 @@ class ShardedSequence:
             )
         self._scheme = Scheme.parse(scheme)
         self._scheme.check(layout.world_size)
-        self.is_resolved = self._scheme.is_resolved  # calls of every shape have this scheme
         self.mask, self.layout, self.scheme = mask, layout, scheme
         self.group_name = group_name(group)
         self.rank, self.world_size = transport.rank, transport.world_size
@@ -88,7 +87,7 @@ class ShardedSequence:
         ] = {}  # by the other mask or scheme, the last asked for last
         # Apart, by window and causal: torch.compile traces it, and would guard on every key.
         self._windows: dict[tuple[int, bool], ShardedSequence] = {}
-        self.schemes: dict[Shape, str] = {}  # of `auto`, by the shape of a call
+        self._schemes: dict[Shape, str] = {}  # of `auto`, by the shape of a call
         self._rounds: dict[torch.device, tuple[Round, ...]] = {}
         # With two sides begin and end are copies: neither they nor what they are of may change.
         self._watched = (self.begin, self.end, *(mask.tensors if mask.key_begin is not None else ()))
@@ -189,6 +188,26 @@ class ShardedSequence:
     def with_scheme(self, scheme: str) -> ShardedSequence:
         """Return the same tokens under another scheme. The last ones are remembered."""
         return self._derive(scheme, lambda: self._like(self.mask, scheme))
+
+    def resolved(self, shape: Shape) -> ShardedSequence:
+        """Return it under a scheme that names itself, for calls of that shape, alike on every rank.
+
+        A collective where the scheme is `usp` or `auto` and the ranks' hosts are not known yet.
+        """
+        if self._scheme.is_resolved:
+            return self
+        if self.world_size == 1:
+            return self.with_scheme("ring")
+        hosts = self.transport.find_hosts()
+        if self.scheme == "usp":
+            return self.with_scheme(usp_of_hosts(hosts))
+        if shape not in self._schemes:
+            self._schemes[shape] = cheapest(self.mask, self.layout, shape, hosts)
+        return self.with_scheme(self._schemes[shape])
+
+    def with_all_heads(self) -> ShardedSequence:
+        """Return it under a scheme that shares no heads, as where indices choose keys: they are of all heads."""
+        return self if self.scheme in ("ring", "all_gather") else self.with_scheme("ring")
 
     def _like(self, mask: IntervalMask, scheme: str) -> ShardedSequence:
         return ShardedSequence(mask, self.layout, self.group_name, scheme=scheme)
