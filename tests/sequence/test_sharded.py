@@ -107,6 +107,8 @@ def test_digests_tell_masks_and_layouts_apart() -> None:
     one, other = LoopbackWorld(2).run(on_rank)
     assert len(one) == 4
     assert one == other
+    sides = IntervalMask.tree([-1, 0, 0], [4, 3, 3])
+    assert IntervalMask(*(x[:, 0] for x in sides.bounds)).digest != sides.digest  # two rows of the same numbers
 
 
 def test_the_second_call_reads_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,10 +74,11 @@ class Layout:
         return torch.equal(self.tensor, other.tensor)
 
     def __hash__(self) -> int:
-        return self._hash
+        return self.digest
 
     @functools.cached_property
-    def _hash(self) -> int:
+    def digest(self) -> int:
+        """64 bits, which ranks compare."""
         return ops.digest(self.tensor, self.tensor[:0], self.tensor[:0])
 
     def __repr__(self) -> str:

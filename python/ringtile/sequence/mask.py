@@ -210,11 +210,13 @@ class IntervalMask:
         return len(self.tensors) == len(other.tensors) and all(torch.equal(a, b) for a, b in pairs)
 
     def __hash__(self) -> int:
-        return self._hash
+        return self.digest
 
     @functools.cached_property
-    def _hash(self) -> int:
-        return ops.digest(*self.bounds, self.begin[:0])
+    def digest(self) -> int:
+        """64 bits, which ranks compare."""
+        begin, end = self.bounds
+        return ops.digest(begin, end, torch.tensor(begin.shape, device="cpu"))
 
     def __repr__(self) -> str:
         sides = "" if self.key_begin is None else ", two sides"

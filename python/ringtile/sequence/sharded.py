@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile import arguments, ops
+from ringtile import arguments
 from ringtile.checksum import checksum
 from ringtile.errors import InputError, PeerLostError, RefusedError, RingMismatchError, RingtileError
 from ringtile.scheme import Scheme, Share, shares_of, usp_of_hosts
@@ -239,9 +239,8 @@ class ShardedSequence:
 
     @functools.cached_property
     def digests(self) -> tuple[int, int]:
-        """(digest of the layout, digest of mask and layout), 64 bits each; compared across ranks."""
-        layout = self.layout_tensor
-        return ops.digest(layout, layout[:0], layout[:0]), ops.digest(self.begin, self.end, layout)
+        """Those of the layout and of the mask, 64 bits each; compared across ranks."""
+        return self.layout.digest, self.mask.digest
 
     def rounds_on(self, device: torch.device) -> tuple[Round, ...]:
         """Return this rank's rounds on a device, without idle ones; their masks are copied to a GPU once.
