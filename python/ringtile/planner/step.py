@@ -57,8 +57,8 @@ from ringtile.sequence.layout import Layout, resolved
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.stream import layer
-from ringtile.stream.attend import running_chunk
+from ringtile.stream import attend, layer
+from ringtile.stream.attend import CausalChunk, running_chunk
 from ringtile.tiled import glu, loss, mlp, weight_grad
 from ringtile.tiled.offload import hooks_of
 from ringtile.tiled.tiles import as_on
@@ -187,6 +187,8 @@ class TrainingStep:
             indexed.install(model, patches)
         if setup.ringtile.stream:
             stream.install(model, setup.ringtile.tile_tokens, patches)
+            patches.set(attend, "ring_attention", self._ring)
+            patches.set(layer, "drawn_since", lambda before: False)  # states of generators are not fake
         if setup.ringtile.tiled_mlp:
             install_tiled_mlp(model, setup.ringtile.tile_tokens, patches)
         if setup.ringtile.tiled_norm:
@@ -363,7 +365,10 @@ class TrainingStep:
         if (chunk := running_chunk()) is not None:
             given = {"scale": options.get("scaling"), "softcap": options.get("softcap") or 0.0}
             keep.called_by(module)
-            if chunk.tokens.start == 0 and getattr(chunk, "what", "") != "keys":  # of all chunks, as if none were kept
+            if expand is not None:
+                k, v = expand(k, v)
+            if isinstance(chunk, CausalChunk) and chunk.tokens.start == 0 and chunk.what != "keys":
+                # Of all chunks, as if none were kept.
                 self._calls.append(PlannedCall(Shape.of(q, k, v), sequence.mask, self._live.in_backward))
             with self._live.making("attention"):
                 return chunk.attend(q, k, v, sequence, sinks=options.get("s_aux"), **given), None
@@ -377,28 +382,44 @@ class TrainingStep:
             if (indices := options.get("indices")) is not None:
                 sequence, num_indices = sequence.with_all_heads(), indices.size(2)
             of_call = PlannedCall(shape, sequence.mask, self._live.in_backward, num_indices)
-            if sequence.world_size == 1:
-                self._calls.append(of_call)
-            else:
-                _ = sequence.ring, sequence.digests
+        if sequence.world_size == 1:
+            self._calls.append(of_call)
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            with self._live.making("attention"):
+                return sdpa_attention_forward(module, q, k, v, mask, **{**options, "dropout": 0.0})
+        keep.called_by(module)
+        about: dict[str, Any] = {"scale": options.get("scaling"), "softcap": options.get("softcap") or 0.0}
+        about |= {"sinks": options.get("s_aux"), "expand": expand, "indices": indices}
+        return self._ring(q, k, v, sequence, of_call, **about), None
+
+    def _ring(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sequence: ShardedSequence,
+        of_call: PlannedCall | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        **about: Any,
+    ) -> Tensor:
+        """`ring_attention` over ranks; its out. of_call: None of the whole q, k and v of a streamed layer."""
+        with _disable_current_modes():
+            planned = of_call or PlannedCall(Shape.of(q, k, v), sequence.mask, self._live.in_backward)
+            _ = sequence.ring, sequence.digests
         with self._live.making("attention"):
-            if sequence.world_size == 1:
-                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-                options = {**options, "dropout": 0.0}
-                return sdpa_attention_forward(module, q, k, v, mask, **options)
-            scale = options.get("scaling") or q.size(-1) ** -0.5
-            sinks = options.get("s_aux")
-            softcap = options.get("softcap") or 0.0
-            about: dict[str, Any] = {"sinks": sinks, "returns_lse": False, "expand": expand, "indices": indices}
-            call = AttentionCall(sequence, shape, scale, softcap, **about)
+            about |= {"sinks": sinks, "returns_lse": False}
+            call = AttentionCall(sequence, planned.shape, scale or q.size(-1) ** -0.5, softcap, **about)
             call, k, v = call.heads_or_latents(q, k, v)
             weights = () if call.expand is None else call.expand.weights
-            keep.called_by(module)
             before = sequence.transport.num_calls
+            out: Tensor
             out, _ = _Attention.apply(q, k, v, sinks, call, *weights)  # type: ignore[no-untyped-call]
             if sequence.transport.num_calls > before:
-                self._calls.append(of_call)
-        return out, None
+                self._calls.append(planned)
+        return out
 
 
 @contextlib.contextmanager
@@ -434,10 +455,6 @@ def check(model: PreTrainedModel, setup: Setup) -> None:
         raise RefusedError(
             f"weights in 4 bits are not planned {'under ZeRO-3' if setup.grpo is None else 'of a GRPO step'}; expected "
             f"a step of ddp, fsdp2, zero1 or zero2 that generates nothing"
-        )
-    if setup.ringtile.context_parallel_size > 1 and setup.ringtile.stream:
-        raise RefusedError(
-            "streamed layers are planned on one rank; expected stream: false, or context_parallel_size: 1"
         )
     if indexers(model.named_modules()) and (setup.ringtile.context_parallel_size == 1 or setup.grpo or setup.images):
         raise RefusedError(
