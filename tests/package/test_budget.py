@@ -39,7 +39,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/gpu": (10, 1512),
     "tests/hf": (68, 13900),
     "tests/package": (8, 1850),
-    "tests/planner": (4, 1110),
+    "tests/planner": (4, 1115),
     "tests/recurrent": (8, 2240),
     "tests/sequence": (8, 1728),
     "tests/stream": (3, 706),
