@@ -142,6 +142,12 @@ class Config(Section):
         for name in ("shared_prefix", "activation_offloading"):
             if given.get(name):
                 raise ValueError(f"reproducible and {name} are true, not shown to be exact; expected one of the two")
+        size = given.get("context_parallel_size")
+        if isinstance(size, int) and size > 0 and size & (size - 1):
+            raise ValueError(
+                f"reproducible is true and context_parallel_size is {size}, by which gradients are not divided without "
+                f"rounding; expected a power of two"
+            )
         return given | chosen
 
     @model_validator(mode="after")

@@ -139,6 +139,7 @@ def test_same_bits(family: str, dtype: str, kind: str, layout: str, world: int) 
     [
         ({"stream": False}, "reproducible is true and stream is not; expected stream: true"),
         ({"tiled_loss": False}, "reproducible is true and tiled_loss is not"),
+        ({"context_parallel_size": 3}, "context_parallel_size is 3, .* expected a power of two"),
         ({"context_parallel_scheme": "ring"}, "context_parallel_scheme is 'ring', whose bits depend on the number of"),
         ({"context_parallel_scheme": "usp:2", "context_parallel_size": 4}, "'usp:2', whose bits .* expected ulysses"),
         ({"layout": "striped"}, "layout is 'striped', .* expected contiguous or zigzag"),
