@@ -15,7 +15,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "benchmarks": (15, 2510),
     "csrc": (92, 9795),
     "cuda": (46, 4730),
-    "python/ringtile": (19, 2798),
+    "python/ringtile": (19, 2806),
     "python/ringtile/attn": (11, 2428),
     "python/ringtile/cli": (14, 2090),
     "python/ringtile/first_batch": (8, 1140),
