@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 from oracle import Attention, dense_gradients
 from ringtile import (
     AttentionDropout,
-    Config,
-    ConfigError,
     InputError,
     IntervalMask,
     Layout,
@@ -453,5 +451,3 @@ def test_unknown_kernels_are_refused() -> None:
     given: Any = {"mask": MASKS["full"], "layout": Layout.contiguous(48, 1)}
     with pytest.raises(InputError, match="attention_kernel is 'cudnn'; expected one of auto, ringtile, aten"):
         ring_attention(p.q, p.k, p.v, **given, attention_kernel="cudnn")
-    with pytest.raises(ConfigError, match="attention_kernel is 'flash'"):
-        Config(attention_kernel="flash")
