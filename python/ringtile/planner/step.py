@@ -9,8 +9,7 @@ import contextlib
 import functools
 import gc
 import itertools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from ringtile.attn.call import AttentionCall, unwritten_keys, with_latents
 from ringtile.errors import RefusedError
 from ringtile.first_batch.unchanged import without_checkpoints
 from ringtile.hf.attention import empty_mask, latents_of
-from ringtile.hf.batch import CHECKPOINTING, STREAMED, ShardedBatch, active, checkpoints
+from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active, checkpoints
 from ringtile.hf.features import indexed, latents, recurrent, stream
 from ringtile.hf.features.loss import install_tiled_loss
 from ringtile.hf.features.mlp import install_tiled_mlp
@@ -50,6 +49,7 @@ from ringtile.planner.adapters import add_lora
 from ringtile.planner.engines import make_engine, silent_ranks
 from ringtile.planner.images import PlannedImages, TowerShare, attend_as_loaded
 from ringtile.planner.live import Live
+from ringtile.planner.offload import HostMemory, Offload
 from ringtile.planner.setup import Setup
 from ringtile.recurrent import kernels
 from ringtile.recurrent.documents import Documents
@@ -60,7 +60,6 @@ from ringtile.sequence.sharded import ShardedSequence
 from ringtile.stream import attend, layer
 from ringtile.stream.attend import CausalChunk, running_chunk
 from ringtile.tiled import glu, loss, mlp, weight_grad
-from ringtile.tiled.offload import hooks_of
 from ringtile.tiled.tiles import as_on
 from ringtile.transport.loopback import Hall, LoopbackGroup, LoopbackTransport
 from ringtile.transport.transport import Exchange
@@ -116,7 +115,7 @@ class TrainingStep:
         self._batch: ShardedBatch | None = None
         self._calls: list[PlannedCall] = []
         self._room: keep.Room | None = None
-        self._offload: _Offload | None = None
+        self._offload: Offload | None = None
         self._reference: PreTrainedModel | None = None
         self._images: PlannedImages | None = None
         self._is_recurrent = self._has_latents = self._chooses_keys = False
@@ -219,7 +218,7 @@ class TrainingStep:
                     self._live.count(buffer, "buffers")
                 self._engine.prepare_reference(self._reference)
         if setup.ringtile.activation_offloading and (setup.gradient_checkpointing or setup.ringtile.stream):
-            self._offload = _Offload(self._model, patches, _HostMemory(self._live))
+            self._offload = Offload(self._model, patches, HostMemory(self._live, self._fake))
         if setup.ringtile.context_parallel_size > 1:
             for owner, name, checkpoint in checkpoints(self._model):
                 patches.set(owner, name, functools.partial(self._checkpointed, checkpoint))
@@ -537,92 +536,3 @@ class _SilentTransport(LoopbackTransport):
 
 def _multiple(setup: Setup) -> int:
     return Layout.multiple(resolved(setup.ringtile.layout), setup.ringtile.context_parallel_size)
-
-
-# ---- offload ------------------------------------------------------------------------------------
-
-
-class _Hidden:
-    """A hidden state that a checkpoint saved: on the device, or only on the host."""
-
-    def __init__(self, tensor: Tensor, previous: _Hidden | None) -> None:
-        self.tensor: Tensor | None = tensor.detach()
-        self.shape, self.dtype, self.previous = tensor.shape, tensor.dtype, previous
-
-    def fetch(self) -> Tensor:
-        if self.tensor is None:
-            self.tensor = torch.empty(self.shape, dtype=self.dtype)
-        return self.tensor
-
-
-class _HostMemory:
-    """`PinnedCopies` on fake tensors: counts the bytes of the host, and copies nothing."""
-
-    def __init__(self, live: Live) -> None:
-        self._live, self.now, self.peak = live, 0, 0
-
-    def takes(self, tensor: Tensor) -> bool:
-        return True
-
-    def empty(self, like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-        with _disable_current_modes(), _steps[-1]._fake:
-            made = torch.empty(like.shape if shape is None else shape, dtype=like.dtype)
-        self._live.ignore(made)
-        self._add(made.nbytes)
-        weakref.finalize(made.untyped_storage(), self._add, -made.nbytes)
-        return made
-
-    def _add(self, num_bytes: int) -> None:
-        self.now += num_bytes
-        self.peak = max(self.peak, self.now)
-
-    def begin(self, source: Tensor, target: Tensor) -> None:
-        pass
-
-    def wait(self, ticket: None) -> None:
-        pass
-
-
-class _Offload:
-    """`tiled/offload.py` on fake tensors, which have no address and no streams: the same tensors at the same time."""
-
-    def __init__(self, model: nn.Module, patches: Patches, ends: _HostMemory) -> None:
-        self.saved_bytes, self.ends = 0, ends
-        self._recent: list[_Hidden] = []
-        for module in model.modules():
-            if STREAMED in vars(module):
-                patches.set(module, STREAMED, ends)
-                continue
-            for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
-                if name in vars(module):
-                    patches.set(module, name, self._wrap(getattr(module, name)))
-
-    @property
-    def host_bytes(self) -> int:
-        return self.saved_bytes + self.ends.peak
-
-    def _wrap(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with hooks_of(args[0], self._pack, self._unpack):
-                return checkpoint(function, *args, **kwargs)
-
-        return checkpointed
-
-    def _pack(self, held: list[Tensor], tensor: Tensor) -> Any:
-        if not held or tensor.untyped_storage()._cdata != held[0].untyped_storage()._cdata:
-            return tensor
-        if len(self._recent) == 2:
-            self._recent.pop(0).tensor = None
-        self._recent.append(_Hidden(tensor, self._recent[-1] if self._recent else None))
-        self.saved_bytes += tensor.nbytes
-        return self._recent[-1]
-
-    def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Hidden):
-            return packed  # type: ignore[no-any-return]
-        tensor, packed.tensor = packed.fetch(), None
-        if packed.previous is not None:
-            packed.previous.fetch()
-        else:
-            self._recent = []
-        return tensor
