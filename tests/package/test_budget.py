@@ -20,7 +20,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "python/ringtile/cli": (14, 2090),
     "python/ringtile/first_batch": (8, 1140),
     "python/ringtile/hf": (45, 8970),
-    "python/ringtile/planner": (15, 2412),
+    "python/ringtile/planner": (16, 2425),
     "python/ringtile/recurrent": (14, 2545),
     "python/ringtile/self_test": (3, 607),
     "python/ringtile/sequence": (10, 1984),
