@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -284,16 +284,15 @@ class Job:
     vocab_parallel: VocabParallel | None  # None: this rank holds all classes
     total: Callable[[Tensor], Tensor]  # of the losses (T): float64 ()
 
-    def _tiles(self) -> list[slice]:
-        """Of the rows."""
+    def _tiles(self) -> Iterator[slice]:
+        """Of the rows, one by one: the planner leaves out those that are like others."""
         if self.chunk_tokens is None:
-            return [*tiles(self.rows.numel(), self.tile_tokens)]
-        _, counts = torch.unique_consecutive(self.rows // self.chunk_tokens, return_counts=True)
-        return [
-            slice(begin + tile.start, begin + tile.stop)
-            for begin, end in itertools.pairwise([0, *counts.cumsum(0).tolist()])
-            for tile in tiles(end - begin, self.tile_tokens)
-        ] or [slice(0, 0)]
+            yield from tiles(self.rows.numel(), self.tile_tokens)
+            return
+        counts = torch.unique_consecutive(self.rows // self.chunk_tokens, return_counts=True)[1].tolist()
+        for begin, end in itertools.pairwise(itertools.accumulate(counts or [0], initial=0)):
+            for tile in tiles(end - begin, self.tile_tokens):
+                yield slice(begin + tile.start, begin + tile.stop)
 
     def propagate_errors(self, op: str) -> contextlib.AbstractContextManager[None]:
         """Around what may fail on one rank: told to the others, if there are any."""
@@ -334,8 +333,7 @@ class Job:
             empty = empty_like(hidden, dtype=state if self.vocab_parallel else None)
             dhidden = RowWriter(empty, self.rows, self.tile_tokens)
         weight_sum, bias_sum = new_grad_sums((weight, bias), needed[1:])
-        every_tile = self._tiles()
-        num_rows = max(tile.stop - tile.start for tile in every_tile)
+        num_rows = min(self.tile_tokens, self.rows.numel())
         product_buffer = torch.empty((num_rows, weight.size(0)), dtype=product, device=hidden.device)
         # In the dtype of the sums: the loss is computed in it, and no product is rounded twice.
         state_buffer = None if product == state else torch.empty_like(product_buffer, dtype=state)
@@ -345,7 +343,7 @@ class Job:
         # labels alone: the others' p was moved by more when the logits were rounded. float16 would lose p below 6e-5.
         round_dlogits = product == torch.bfloat16 and sums_16_bit_products(hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            for tile in every_tile:
+            for tile in self._tiles():
                 rows, labels = self.rows[tile], self.labels[tile]
                 x = read.take(tile).to(self.dtype).to(product)  # (t, E)
                 products = product_buffer[: x.size(0)]
