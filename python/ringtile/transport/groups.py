@@ -191,7 +191,7 @@ class ProcessGroupTransport(Transport):
         group, device = self._own_group(), messages[0][1].device
         peers = tuple(sorted({peer for peer, *_ in messages}))
         with Naming(self, peers, what):
-            coalesces = type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
+            coalesces = _coalesces(group, device)
             if coalesces:
                 group._start_coalescing(device)
             works: Works = []
@@ -236,6 +236,11 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str | None:
         return str(group._get_backend(torch.device(device_type)).name())
     except RuntimeError:
         return None
+
+
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the group takes several messages as one batch, as NCCL does."""
+    return type(group) is dist.ProcessGroup and bool(group._get_backend(device).supports_coalescing)
 
 
 # ---- collectives along the sequence -------------------------------------------------------------
