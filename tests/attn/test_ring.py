@@ -124,7 +124,7 @@ def test_scores_of_minus_infinity_alone_weigh_nothing(kernel: str, world_size: i
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("kernel", ["ringtile", "aten"])
 def test_gradients_of_scores_of_minus_infinity_alone_are_not_finite(kernel: str, world_size: int) -> None:
-    """Those of the first document; those of the second one are what they are without it."""
+    """Those of the first document; those of the second one are what they are without it, if added in another order."""
     p, mask, layout = problem(v_head_dim=16), IntervalMask.documents([24, 24]), Layout.zigzag(48, world_size)
 
     options = {"attention_kernel": kernel, "return_lse": False}
@@ -132,7 +132,7 @@ def test_gradients_of_scores_of_minus_infinity_alone_are_not_finite(kernel: str,
     p.k[:, :24], p.q[:, :24] = -torch.inf, p.q[:, :24].abs()
     for x, y in zip(run(p, mask, layout, **options).results[2:], expected, strict=True):
         assert not x[:, :24].isfinite().any()
-        assert torch.equal(x[:, 24:], y[:, 24:])
+        torch.testing.assert_close(x[:, 24:], y[:, 24:], rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE)
 
 
 # ---- autograd around the ring -------------------------------------------------------------------

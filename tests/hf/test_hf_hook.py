@@ -265,7 +265,7 @@ ON_TWO_RANKS = {  # what is touched besides
     ),
     "learned sparse attention": (
         {"model": functools.partial(hybrid, "deepseek_v32")},
-        {f"{LAYERS}.self_attn.indexer.forward", *BALANCING},
+        {f"{LAYERS}.self_attn.{name}" for name in ("indexer.forward", "expand_kv")} | BALANCING,
     ),
     "latents": ({"family": "deepseek-v3"}, {f"{LAYERS}.self_attn.expand_kv", *BALANCING}),
     "a loss of its own": ({"trainer_class": LastThird}, {"model._forward_hooks", "model.generate"}),
