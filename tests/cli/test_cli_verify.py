@@ -57,6 +57,7 @@ def _verify(
         ("llama", {"tiled_mlp": True, "tiled_norm": True, "tiled_loss": True}),
         pytest.param("qwen3", {"layout": "striped"}, marks=pytest.mark.long),
         pytest.param("mistral", {}, marks=pytest.mark.long),
+        pytest.param("mistral", {"stream": True, "tile_tokens": 50}, marks=pytest.mark.long),
     ],
 )
 @pytest.mark.timeout(240)

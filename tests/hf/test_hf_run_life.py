@@ -175,15 +175,22 @@ def _live(config, folder, engine, crash, resume=None):
     )
 
 
-@pytest.mark.parametrize("engine", ["DDP", pytest.param("FSDP2", marks=pytest.mark.long)])
-def test_resume_after_a_kill_is_bitwise_the_uninterrupted_run(engine, tmp_path):
-    expected = run_ranks(2, _live, CONFIG, tmp_path / "whole", engine, crash=False)
+@pytest.mark.parametrize(
+    ("engine", "config"),
+    [
+        ("DDP", CONFIG),
+        pytest.param("FSDP2", CONFIG, marks=pytest.mark.long),
+        pytest.param("FSDP2", CONFIG | {"stream": True, "tile_tokens": 8}, marks=pytest.mark.long),
+    ],
+)
+def test_resume_after_a_kill_is_bitwise_the_uninterrupted_run(engine, config, tmp_path):
+    expected = run_ranks(2, _live, config, tmp_path / "whole", engine, crash=False)
     doomed = Pool(2)
-    outcomes = doomed.outcomes(_live, CONFIG, tmp_path / "crashed", engine, crash=True)
+    outcomes = doomed.outcomes(_live, config, tmp_path / "crashed", engine, crash=True)
     doomed.close()
     assert all(isinstance(outcome, EOFError) for outcome in outcomes)
     checkpoint = str(tmp_path / "crashed" / "checkpoint-2")
-    resumed = run_ranks(2, _live, CONFIG, tmp_path / "crashed", engine, crash=False, resume=checkpoint)
+    resumed = run_ranks(2, _live, config, tmp_path / "crashed", engine, crash=False, resume=checkpoint)
     for run, wanted in zip(resumed, expected, strict=True):
         assert run.losses == wanted.losses  # the state of the Trainer remembers the first two
         assert run.grad_norms == wanted.grad_norms

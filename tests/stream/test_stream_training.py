@@ -45,6 +45,8 @@ CELLS = table(
     Cell("FSDP2, checkpointing asked for", {"gradient_checkpointing": True}, STREAM, {"engine": "FSDP2"}, long=True),
     Cell("FSDP2, on the host", {"gradient_checkpointing": True}, STREAM | HOST, {"engine": "FSDP2"}),
     Cell("ZeRO-3", {}, STREAM, {"engine": "ZeRO-3"}, long=True),
+    Cell("TRL's SFT", {"trainer_class": "trl.SFTTrainer", "num_rows": 16}, STREAM | HOST, long=True),
+    Cell("TRL's DPO", {"trainer_class": "trl.DPOTrainer", "num_rows": 16, "lora": True}, STREAM, long=True),
     Cell("ZeRO-3, on the host", {}, STREAM | HOST, {"engine": "ZeRO-3"}),
     Cell("ZeRO-3, one rank a group", {}, ALONE | HOST, {"engine": "ZeRO-3"}, processes=2, long=True),
 )
