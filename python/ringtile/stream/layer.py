@@ -113,7 +113,7 @@ class _Chunks(abc.ABC):
     ) -> None:
         self.name, self.replay, self.rest, self.inside, self.copies = name, replay, rest, inside, copies
         self.batch, self.seq_len = x.shape[:2]
-        self.tokens = tokens
+        self.tokens, self.order = tokens, in_order(x.size(1), tokens)  # all chunks: the planner leaves some out
         self.extra = rest.differentiable
         self.weights: tuple[Tensor | None, ...] = (*(rest.leaves[i] for i in self.extra), *replay.weights)
         self.random_states: dict[int, RandomState] = {}  # before each chunk, by its first token
@@ -158,9 +158,6 @@ class _Chunks(abc.ABC):
         if self.copies is None or index > 0 or self.are_flat[0] or not of_chunk.is_floating_point():
             return of_chunk.new_empty(shape)
         return HostTensor.empty(of_chunk, shape, self.copies)
-
-    def _order(self, *, reverse: bool = False) -> list[slice]:
-        return in_order(self.seq_len, self.tokens, reverse=reverse)
 
     def _refused(self, tokens: slice, num_calls: int) -> RefusedError:
         return RefusedError(
@@ -272,14 +269,14 @@ class _Apart(_Chunks):
     """No token attends another."""
 
     def _forward(self, x: Tensor, outputs: list[Writer | None]) -> bool:
-        read, is_tuple = Reader(x, self._order()), False
+        read, is_tuple = Reader(x, self.order), False
         for tokens in tiles(self.seq_len, self.tokens):
             self.random_states[tokens.start] = RandomState(x)
             is_tuple = self._run(LoneChunk(tokens, self.seq_len), read.take(tokens), outputs)
         return is_tuple
 
     def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
-        read, douts = Reader(x, self._order()), grads.readers(self._order())
+        read, douts = Reader(x, self.order), grads.readers(self.order)
         for tokens in tiles(self.seq_len, self.tokens):
             self._restore(tokens)
             self._backward_chunk(LoneChunk(tokens, self.seq_len), again, read.take(tokens), douts, grads)
@@ -292,7 +289,7 @@ class _OnePass(_Chunks):
 
     def _forward(self, x: Tensor, outputs: list[Writer | None]) -> bool:
         keys: list[Keys] = []
-        read, is_tuple = Reader(x, self._order()), False
+        read, is_tuple = Reader(x, self.order), False
         for tokens in tiles(self.seq_len, self.tokens):
             self.random_states[tokens.start] = RandomState(x)
             chunk = CausalChunk(tokens, self.seq_len, "forward", keys)
@@ -305,13 +302,13 @@ class _OnePass(_Chunks):
     def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
         keys: list[Keys] = []
         with torch.no_grad():
-            read = Reader(x, self._order())
+            read = Reader(x, self.order)
             for tokens in tiles(self.seq_len, self.tokens):
                 self._restore(tokens)
                 chunk = CausalChunk(tokens, self.seq_len, "keys", keys, self.num_calls)
                 self._end_at_attention(again, chunk, read.take(tokens), {})
         last = (self.seq_len - 1) // self.tokens * self.tokens
-        read, douts = Reader(x, self._order(reverse=True)), grads.readers(self._order(reverse=True))
+        read, douts = Reader(x, self.order[::-1]), grads.readers(self.order[::-1])
         for reverse in tiles(self.seq_len, self.tokens):
             begin = last - reverse.start
             tokens = slice(begin, min(begin + self.tokens, self.seq_len))
@@ -330,7 +327,7 @@ class _TwoPasses(_Chunks):
             raise RefusedError(f"{self.name} draws random numbers before its attention: {WHOLE}")
         out = whole.attend(*whole.inputs)
         del whole
-        read = Reader(x, self._order())
+        read = Reader(x, self.order)
         for tokens in tiles(self.seq_len, self.tokens):
             self.random_states[tokens.start] = RandomState(x)
             is_tuple = self._run(TakingChunk(tokens, self.seq_len, out[:, tokens]), read.take(tokens), outputs)
@@ -338,7 +335,7 @@ class _TwoPasses(_Chunks):
 
     def _whole(self, call: Callable[..., Any], x: Tensor) -> Whole:
         """The inputs of attention: pass A without gradients."""
-        whole, read = Whole(), Reader(x, self._order())
+        whole, read = Whole(), Reader(x, self.order)
         with torch.no_grad():
             for tokens in tiles(self.seq_len, self.tokens):
                 self._end_at_attention(call, RecordingChunk(tokens, self.seq_len, whole), read.take(tokens), {})
@@ -348,7 +345,7 @@ class _TwoPasses(_Chunks):
         whole = self._whole(again, x)
         out = whole.attend(*(y.requires_grad_() for y in whole.inputs))
         dout = torch.empty_like(out)
-        read, douts = Reader(x, self._order()), grads.readers(self._order())
+        read, douts = Reader(x, self.order), grads.readers(self.order)
         for tokens in tiles(self.seq_len, self.tokens):
             self._restore(tokens)
             chunk = TakingChunk(tokens, self.seq_len, out[:, tokens].detach().requires_grad_())
@@ -357,8 +354,8 @@ class _TwoPasses(_Chunks):
             dout[:, tokens] = found
         of_inputs = torch.autograd.grad(out, whole.inputs, dout)
         del whole, out, dout
-        read = Reader(x, self._order())
-        so_far = None if grads.dx is None else Reader(grads.dx.close(), self._order())
+        read = Reader(x, self.order)
+        so_far = None if grads.dx is None else Reader(grads.dx.close(), self.order)
         for tokens in tiles(self.seq_len, self.tokens):
             before = None if so_far is None else so_far.take(tokens)
             self._before_attention(tokens, of_inputs, again, read.take(tokens), before, grads)

@@ -160,10 +160,9 @@ def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return HostTensor.empty(x, x.shape, x.copies) if isinstance(x, HostTensor) else torch.empty_like(x, dtype=dtype)
 
 
-def in_order(num_tokens: int, step: int, *, reverse: bool = False) -> list[slice]:
+def in_order(num_tokens: int, step: int) -> list[slice]:
     """All chunks of so many tokens."""
-    chunks = [*tiles(num_tokens, step)]
-    return chunks[::-1] if reverse else chunks
+    return [*tiles(num_tokens, step)]
 
 
 class Reader:
