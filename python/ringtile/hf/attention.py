@@ -135,11 +135,12 @@ def attention_forward(
     if probability > 0:  # what the module drops now (hf/features/dropout.py); None where no training step says so
         dropout_of = getattr(module, DROPOUT, None)
         dropout = None if dropout_of is None else cast("AttentionDropout | None", dropout_of(query, probability))
-    if probability > 0 and dropout is None:
-        raise RefusedError(
-            f"{type(module).__name__} uses attention dropout {probability} where ringtile does not count it; expected "
-            f"a training step, of a model whose config had a rate of attention dropout at ringtile.enable: set it to 0"
-        )
+        if dropout is None:
+            raise RefusedError(
+                f"{type(module).__name__} uses attention dropout {probability} where ringtile does not count it; "
+                f"expected a training step, of a model whose config had a rate of attention dropout at "
+                f"ringtile.enable: set it to 0"
+            )
     chunk, indices = running_chunk(), options.get("indices")
     if indices is not None and (chunk is not None or options.get("sliding_window")):
         raise RefusedError(
