@@ -23,6 +23,9 @@ static inline bool rt_multiply_fits(int64_t *product, int64_t factor) {
 // Parts of a workspace begin at multiples of 64 bytes.
 static inline int64_t rt_round_up_64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
+// The number in [0, most] next to x.
+static inline int64_t rt_clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x > most ? most : x; }
+
 // Whether the elements of an array take at most RT_MAX_BYTES, and so does the way from one element to any other, by
 // any sum of steps. A size of 0 counts as 1, so that products of some sizes of an empty array fit as well.
 //   sizes (ndim) >= 0;  strides (ndim) elements, of any sign, or NULL if the array is contiguous

@@ -65,8 +65,6 @@ int64_t rt_balance_workspace_bytes(const rt_balance_params *p) {
     return check_params(p) == RT_OK ? lay_out(p, NULL) : 0;
 }
 
-static int64_t clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x > most ? most : x; }
-
 // With two sides a chunk may need fewer keys: the pairs are exact, what travels is an estimate.
 static void find_needs(const rt_balance_params *p, table *t) {
     const int64_t S = p->seq_len;
@@ -75,10 +73,10 @@ static void find_needs(const rt_balance_params *p, table *t) {
         int64_t smallest = S, largest = 0, pairs = 0;
         for (int64_t row = 0; row < p->mask_batch; row++)
             for (int64_t i = row * S + from; i < row * S + to; i++) {
-                const int64_t begin = clamp(p->begin[i], S), end = clamp(p->end[i], S);
+                const int64_t begin = rt_clamp(p->begin[i], S), end = rt_clamp(p->end[i], S);
                 if (end <= begin) continue;
                 smallest = begin < smallest ? begin : smallest, largest = end > largest ? end : largest;
-                pairs += p->num_keys == NULL ? end - begin : clamp(p->num_keys[i], S);
+                pairs += p->num_keys == NULL ? end - begin : rt_clamp(p->num_keys[i], S);
             }
         t->work[c] = pairs, t->all_work += pairs;
         t->last[c] = (int32_t)((largest + p->chunk - 1) / p->chunk);

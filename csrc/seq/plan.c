@@ -107,10 +107,6 @@ static void count_below(const parts *x, int64_t key_rank) {
     for (int64_t g = 0; g < p->seq_len; g++) x->below[g + 1] += x->below[g];
 }
 
-static int64_t clamp(int64_t position, int64_t seq_len) {
-    return position < 0 ? 0 : position < seq_len ? position : seq_len;
-}
-
 static void count_one_side(const parts *x, int64_t query_rank, const int32_t *below, int64_t num_keys) {
     const rt_plan_params *p = x->p;
     const int64_t seq_len = p->seq_len;
@@ -123,7 +119,7 @@ static void count_one_side(const parts *x, int64_t query_rank, const int32_t *be
             const int64_t stride = step_of(&run);
             for (int64_t j = 0, i = run.global_begin; j < run.length; j++, i += stride) {
                 if (begin[i] >= end[i]) continue;
-                const int64_t first = clamp(begin[i], seq_len), last = clamp(end[i], seq_len);
+                const int64_t first = rt_clamp(begin[i], seq_len), last = rt_clamp(end[i], seq_len);
                 attended[below == NULL ? first : below[first]]++;
                 attended[below == NULL ? last : below[last]]--;
             }
