@@ -125,7 +125,7 @@ def test_same_bits(family: str, dtype: str, kind: str, layout: str, world: int) 
     config = {"context_parallel_size": world, "layout": layout}
     found = whole(run_ranks(world, step_of, family, dtype, kind, config, timeout=200.0), TOKENS)
     assert found.keys() == expected.keys() >= {"layer 1", "gradient of layer 0", "norm", "log-probs", "loss"}
-    if family == "mixtral-balanced":  # the sum of probabilities over all tokens has no order of its own
+    if family == "mixtral-balanced":  # its probabilities are summed over 8 ranks in float32: by 7 * 2^-24 at most
         assert torch.allclose(found.pop("loss"), loss := expected["loss"], rtol=1e-6), loss
     different = [name for name, x in found.items() if not torch.equal(x, expected[name])]
     assert not different
