@@ -111,6 +111,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "| backend | cases | said, or found |",
         "| --- | --- | --- |",
     ]
+    said: dict[tuple[str, str, str], list[str]] = {}  # what several backends say alike is one row
     for name in names:
         of: dict[tuple[str, str], list[str]] = {}
         for row in rows:
@@ -120,7 +121,9 @@ def page(rows: list[dict[str, Any]]) -> str:
                 quoted = "" if row["trains"] else row["documented"]  # whole: a quotation
                 where = f"{row['case']} (training)" if row["trains"] else row["case"]
                 of.setdefault((row["verdict"], quoted or _plain(row["words"])), []).append(where)
-        lines += [f"| `{name}` | {', '.join(its)} | {kind}: {words} |" for (kind, words), its in of.items()]
+        for (kind, words), where_said in of.items():
+            said.setdefault((", ".join(where_said), kind, words), []).append(f"`{name}`")
+    lines += [f"| {', '.join(by)} | {its_cases} | {kind}: {words} |" for (its_cases, kind, words), by in said.items()]
     return "\n".join([*lines, ""])
 
 
