@@ -280,11 +280,6 @@ def _has_gradients_of_all(names: Names) -> None:
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
 
 
-def _has_gradients(names: Names) -> None:
-    _has_gradients_of_all(names)
-    assert names["labels"].shape[1] == S // W  # a buffer without restore stays sharded
-
-
 def _is_equal(names: Names) -> None:
     assert names["found"].num_modules > 0
 
@@ -319,12 +314,11 @@ _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "docs/guide/hybrid.md 0": (_recurrent, _has_output),
     "docs/guide/images.md 0": (_images, _has_gradients_of_all),
     "docs/guide/memory.md 0": (lambda: {"model": tiny_model()}, lambda names: names["handle"].restore()),
-    "docs/guide/pytorch.md 2": (_loop, _has_gradients),
     "docs/guide/pytorch.md 0": (_training, _trains_as_one_process),
     "docs/guide/pytorch.md 1": (_loop, _is_equal),
-    "docs/guide/pytorch.md 3": (_loop, _has_logits),
-    "docs/guide/pytorch.md 4": (_loop, _is_unsharded),
-    "docs/guide/pytorch.md 5": (_heads_first, _has_output),
+    "docs/guide/pytorch.md 2": (_loop, _has_logits),
+    "docs/guide/pytorch.md 3": (_loop, _is_unsharded),
+    "docs/guide/pytorch.md 4": (_heads_first, _has_output),
     "docs/guide/rl.md 1": (_policy, _is_step),
     "docs/guide/tiling.md 0": (_tiles, _has_tiles),
     "docs/reference/attention.md 0": (lambda: _sequence(S), _is_ring_of_two),
