@@ -101,6 +101,8 @@ def test_losses_without_all_logits_become_tiled_loss(cfg, name):
     assert registered(**cfg, tiled_loss=True)["ringtile"] == {"tiled_loss": True}
     with pytest.raises(ringtile.ConfigError, match=f"{name} is on and tiled_loss is False; expected tiled_loss: true"):
         registered(**cfg, context_parallel_size=2, tiled_loss=False)
+    on_host = registered(**cfg, stream=True, activation_offloading="legacy")["ringtile"]
+    assert on_host == {"stream": True, "activation_offloading": True, "tiled_loss": True}
     whole = registered(**cfg, tiled_norm=True)  # axolotl's losses are made for these
     assert whole == cfg | {"ringtile": {"tiled_norm": True}}
 
@@ -238,6 +240,18 @@ def test_own_keys_reach_the_tiles_and_the_log(caplog):
     assert "tokens_per_s" in trainer.state.log_history[0]
     ringtile.restore(trainer)
     assert "forward" not in vars(mlp)
+
+
+def test_streamed_layers_train():
+    cfg = {"stream": True, "tile_tokens": 8, "activation_offloading": True, "tiled_loss": True}
+    trainer, plugin, expected = make_trainer(max_steps=1), plugin_module().RingtilePlugin(), make_trainer(max_steps=1)
+    plugin.register(cfg)
+    assert cfg.keys() == {"ringtile"}
+    plugin.post_trainer_create(cfg, trainer)
+    assert all("forward" in vars(layer) for layer in trainer.model.model.layers)
+    losses = [each.train().training_loss for each in (trainer, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=TOLERANCE)
+    ringtile.restore(trainer)
 
 
 def test_orpo_and_shared_experts_are_refused():

@@ -285,12 +285,13 @@ def test_each_switch_that_is_off_is_tried() -> None:
     setup = Setup(config_of(vocab_size=8192, num_hidden_layers=1), devices=2, engine="ddp")
     saved = {switch.key: switch.total for switch in switches(setup, 512)}
     assert {key.split(":")[0] for key in saved} == {
-        *(CHECKPOINTING, "tiled_loss", "tiled_mlp", "tiled_norm", "context_parallel_size"),
+        *(CHECKPOINTING, "tiled_loss", "tiled_mlp", "tiled_norm", "stream", "context_parallel_size"),
         *("--engine fsdp2", "--engine zero3"),
     }
-    before = planned(512, setup).total
     assert saved["tiled_loss: true"] is not None
-    assert saved["tiled_loss: true"] < before
+    assert saved["tiled_loss: true"] < planned(512, setup).total
+    streamed = [key for key, *_ in switches(dataclasses.replace(setup, devices=1, ringtile=Config(stream=True)), 512)]
+    assert streamed == ["activation_offloading: true", "keep_attention: false", "tiled_loss: true"]
 
 
 # ---- the file of a run ----------------------------------------------------------------------------
@@ -302,6 +303,7 @@ def write_run(folder: str, **training: Any) -> pathlib.Path:
     run = {
         "context_parallel_size": 2,
         "tiled_loss": True,
+        **{name: training.pop(name) for name in ("stream", "activation_offloading") if name in training},
         "model": {"name": folder, "use_cache": False},
         "data": {"files": "nothing.txt", "seq_len": 256},
         "training": {"per_device_train_batch_size": 3, **training},
@@ -324,6 +326,7 @@ def write_run(folder: str, **training: Any) -> pathlib.Path:
             {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False, "offload": True}},
             ["--engine", "ddp", "--gradient-checkpointing", "--activation-offloading"],
         ),
+        ({"stream": True, "activation_offloading": True}, ["--stream", "--activation-offloading"]),
     ],
 )
 def test_the_file_of_a_run_says_what_the_options_say(
@@ -408,7 +411,8 @@ def test_a_hub_name_that_cannot_be_fetched_is_told_how_to(capsys: pytest.Capture
         (["RUN", "--lora-rank", "-1"], "--lora-rank is -1; expected a rank"),
         (["--model", "FOLDER", "--seq-len", "64", "--offload-optimizer"], "expected zero1, zero2 or zero3"),
         (["RUN", "--seq-len", "8K"], "model.max_position_embeddings is 4096; expected at least 8192"),
-        (["--model", "FOLDER", "--seq-len", "64", "--offload"], "--gradient-checkpointing too"),
+        (["--model", "FOLDER", "--seq-len", "64", "--offload"], "--gradient-checkpointing or --stream too"),
+        (["RUN", "--stream"], "--stream is given beside"),
         (["--model", "FOLDER", "--seq-len", "64", "--num-heads", "4"], "of one attention layer"),
         (["--model", "FOLDER", "--seq-len", "64", "--scheme", "auto"], "expected one by name"),
         (["--seq-len", "64", "--world-size", "2"], "expected --model"),

@@ -41,13 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--engine", choices=ENGINES, default="ddp", help="who shards weights and their state (ddp)")
     group.add_argument("--context-parallel-size", type=int, metavar="W", help="ranks that share a sequence (--devices)")
     group.add_argument("--gradient-checkpointing", action="store_true", help="as training.gradient_checkpointing")
-    group.add_argument(
-        "--activation-offloading", "--offload", action="store_true", help="checkpointed inputs on the host"
-    )
+    group.add_argument("--stream", action="store_true", help="layers on chunks of tokens")
+    group.add_argument("--activation-offloading", "--offload", action="store_true", help="saved inputs on the host")
     group.add_argument("--tiled-mlp", action="store_true", help="the MLP in tiles")
     group.add_argument("--tiled-norm", action="store_true", help="RMSNorms in tiles")
     group.add_argument("--tiled-loss", action="store_true", help="the loss in tiles")
-    group.add_argument("--tile-tokens", type=int, metavar="TOKENS", help="tokens per tile (16384)")
+    group.add_argument("--tile-tokens", type=int, metavar="TOKENS", help="tokens per tile or chunk (16384)")
     group.add_argument("--bf16", action="store_true", help="mixed precision, as training.bf16")
     group.add_argument(
         "--lora-rank", type=int, default=0, metavar="R", help="of PEFT's adapters on all linear layers; 0: none (0)"
@@ -241,15 +240,16 @@ def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
         raise ConfigError(
             f"--offload-optimizer is DeepSpeed's, and --engine is {args.engine}; expected zero1, zero2 or zero3"
         )
-    if args.activation_offloading and not args.gradient_checkpointing:
+    if args.activation_offloading and not (args.gradient_checkpointing or args.stream):
         raise ConfigError(
-            "--activation-offloading moves only the inputs of checkpointed layers; set --gradient-checkpointing too"
+            "--activation-offloading moves only the inputs of checkpointed or streamed layers; set "
+            "--gradient-checkpointing or --stream too"
         )
     if not Scheme.parse(args.scheme).is_resolved:
         raise ConfigError(f"--scheme is {args.scheme}, which ranks resolve when they run; expected one by name")
     keys: dict[str, Any] = {"context_parallel_size": size, "layout": args.layout}
     keys |= {"context_parallel_scheme": args.scheme, "tiled_mlp": args.tiled_mlp, "tiled_loss": args.tiled_loss}
-    keys |= {"tiled_norm": args.tiled_norm, "activation_offloading": args.activation_offloading}
+    keys |= {name: getattr(args, name) for name in ("tiled_norm", "activation_offloading", "stream")}
     keys |= {} if args.tile_tokens is None else {"tile_tokens": args.tile_tokens}
     images = images_of(args, grpo)
     config = model_config(args.model, images is not None)

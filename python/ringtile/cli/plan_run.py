@@ -20,7 +20,7 @@ MEMORY_OF_A_RUN = "80GiB"  # an H100's, where none is given
 _SAID = {
     **dict.fromkeys(("model", "context_parallel_size", "tile_tokens", "dtype"), None),
     **dict.fromkeys(("gradient_checkpointing", "activation_offloading", "bf16"), False),
-    **dict.fromkeys(("tiled_mlp", "tiled_norm", "tiled_loss"), False),
+    **dict.fromkeys(("tiled_mlp", "tiled_norm", "tiled_loss", "stream"), False),
     **{"completion_tokens": None, "generation_rows": None, "reference_model": False},  # of a GRPO step: no file's
     **{"images": None, "image_size": None},  # nor of images
     **{"engine": "ddp", "layout": "auto", "scheme": "ring", "batch": 1},

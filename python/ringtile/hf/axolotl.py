@@ -80,7 +80,8 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
                     f"{key} is {value!r:.80} but {key} is {section[key]!r:.80} in the mapping {_SECTION}; expected one "
                     f"value, given in one place"
                 )
-        if section.get("context_parallel_size", 1) != 1 or section.get("tiled_loss"):
+        on_host = section.get("stream") and section.get("activation_offloading")  # what a loss takes
+        if section.get("context_parallel_size", 1) != 1 or section.get("tiled_loss") or on_host:
             _replace_losses(cfg, section)
         cfg[_SECTION] = section
 
@@ -132,7 +133,8 @@ def _take(cfg: MutableMapping[str, Any]) -> dict[str, Any]:
 
 
 def _replace_losses(cfg: MutableMapping[str, Any], section: dict[str, Any]) -> None:
-    """Has tiled_loss take the place of axolotl's losses, which would take a shard for a sequence."""
+    """Has tiled_loss take the place of axolotl's losses, which would take a shard for a sequence, and whose kernels
+    read no host memory."""
     listed = any(str(plugin).endswith("CutCrossEntropyPlugin") for plugin in cfg.get("plugins") or ())
     if listed and cfg.get("cut_cross_entropy") is None:
         cfg["cut_cross_entropy"] = True  # what its plugin takes it for
@@ -142,7 +144,7 @@ def _replace_losses(cfg: MutableMapping[str, Any], section: dict[str, Any]) -> N
         if section.setdefault("tiled_loss", True) is not True:
             raise ConfigError(
                 f"{name} is on and tiled_loss is {section['tiled_loss']!r:.80}; expected tiled_loss: true, which takes "
-                f"its place on shards, or {name}: false"
+                f"its place on shards and with hidden states on the host, or {name}: false"
             )
         cfg[name] = False
         if os.environ.get("RANK", "0") == "0":

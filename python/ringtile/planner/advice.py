@@ -103,13 +103,14 @@ def switches(setup: Setup, seq_len: int, fits: bool = True) -> list[Switch]:
     def with_keys(**keys: bool | int) -> Setup:
         return dataclasses.replace(setup, ringtile=type(config)(**{**config.model_dump(exclude_unset=True), **keys}))
 
-    if not setup.gradient_checkpointing:
+    if not (setup.gradient_checkpointing or config.stream):
         changes[f"{CHECKPOINTING}: true"] = dataclasses.replace(setup, gradient_checkpointing=True)
     elif not config.activation_offloading:
         changes["activation_offloading: true"] = with_keys(activation_offloading=True)
-    if setup.gradient_checkpointing and config.context_parallel_size > 1 and config.keep_attention:
+    keeps = config.stream or (setup.gradient_checkpointing and config.context_parallel_size > 1)
+    if keeps and config.keep_attention:
         changes["keep_attention: false"] = with_keys(keep_attention=False)
-    for key in ("tiled_loss", "tiled_mlp", "tiled_norm"):
+    for key in ("tiled_loss", "stream") if config.stream else ("tiled_loss", "tiled_mlp", "tiled_norm", "stream"):
         if not getattr(config, key):
             changes[f"{key}: true"] = with_keys(**{key: True})
     if config.context_parallel_size < setup.devices:
