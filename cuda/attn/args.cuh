@@ -62,9 +62,9 @@ inline bool rows_are_aligned(const void *array, const int64_t (&stride)[3], int6
            stride[2] * element_bytes % 16 == 0;
 }
 
-// Calls start(args) for every max_runs runs of p until one fails; if p is fresh or rounds out at least once, even
+// Calls start(args) for every MAX_RUNS runs of p until one fails; if p is fresh or rounds out at least once, even
 // without runs.
-template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, int max_runs = MAX_RUNS) {
+template <class Start> rt_status for_runs(const rt_attn_params &p, Start start) {
     attn_args args = {};
     args.p = p;
     args.section = args.num_parts = 1;
@@ -82,10 +82,10 @@ template <class Start> rt_status for_runs(const rt_attn_params &p, Start start, 
                     (uintptr_t)p.rounded_dv % 16 == 0;
     const bool always = p.fresh || p.rounded_out != NULL;
     rt_status status = RT_OK;
-    for (int64_t first = 0; status == RT_OK && (first < p.num_k_runs || (first == 0 && always)); first += max_runs) {
+    for (int64_t first = 0; status == RT_OK && (first < p.num_k_runs || (first == 0 && always)); first += MAX_RUNS) {
         const int64_t rest = p.num_k_runs - first;
-        args.rounds_out = p.rounded_out != NULL && rest <= max_runs;
-        args.num_runs = (int)(rest < max_runs ? rest : max_runs);
+        args.rounds_out = p.rounded_out != NULL && rest <= MAX_RUNS;
+        args.num_runs = (int)(rest < MAX_RUNS ? rest : MAX_RUNS);
         args.out_is_fresh = p.fresh && first == 0;
         if (rest > 0) memcpy(args.runs, p.k_runs + first, (size_t)args.num_runs * sizeof(rt_run));
         status = start(args);

@@ -28,7 +28,7 @@
 
 struct attn_bwd_sm90_args {
     attn_args attn;
-    tensor_map q, dout, dq, k[MAX_RUNS_SM90], v[MAX_RUNS_SM90];
+    tensor_map q, dout, dq, k, v;
 };
 
 template <int D, int SIDES> struct backward_sm90_shape {
@@ -93,8 +93,8 @@ RT_DEVICE void copy_queries(const attn_bwd_sm90_args &args, typename backward_sm
         const key_tile keys = walk.keys();
         const auto full = RT_SHARED(smem, keys_full);
         mbarrier_arrive_expect_tx(full, 2 * sizeof(panels<KEYS, D>));
-        copy_tile<KEYS, D>(RT_SHARED(smem, k), full, args.k[keys.run], keys.first_key, keys.kv_head, keys.batch);
-        copy_tile<KEYS, D>(RT_SHARED(smem, v), full, args.v[keys.run], keys.first_key, keys.kv_head, keys.batch);
+        copy_keys<KEYS, D>(RT_SHARED(smem, k), full, args.k, args.attn, keys);
+        copy_keys<KEYS, D>(RT_SHARED(smem, v), full, args.v, args.attn, keys);
     }
     auto at = walk.first();
     for (int n = 0;; n++) {
@@ -342,7 +342,8 @@ attn_bwd_sm90_kernel(RT_PARAMS attn_bwd_sm90_args args) {
     if (thread_index() == 32 * shape::COPIER) {
         prefetch_tensormap(args.q);
         prefetch_tensormap(args.dout);
-        prefetch_key_maps(args.k, args.v, args.attn.num_runs);
+        prefetch_tensormap(args.k);
+        prefetch_tensormap(args.v);
     }
     if (thread_index() == 32 * shape::ADDER) prefetch_tensormap(args.dq);
     syncthreads();
@@ -361,23 +362,19 @@ template <class T, int D> rt_status attn_bwd_sm90(const rt_attn_params &p, void 
     using shape = backward_sm90_shape<D, ONE_SIDE>;
     const auto kernel =
         p.key_begin == NULL ? attn_bwd_sm90_kernel<T, D, ONE_SIDE> : attn_bwd_sm90_kernel<T, D, TWO_SIDES>;
-    return for_runs(
-        p,
-        [&](const attn_args &attn) {
-            attn_bwd_sm90_args args;
-            args.attn = divide_heads<shape::KEYS>(attn, 1);
-            const bool mapped = map_queries(args.q, p, q_of<T>(p), shape::TILE) &&
-                                map_queries(args.dout, p, dout_of<T>(p), shape::TILE) &&
-                                map_queries(args.dq, p, dq_of(p), shape::BOX_ROWS) &&
-                                map_keys(args.k, attn, k_of<T>(p), shape::KEYS) &&
-                                map_keys(args.v, attn, v_of<T>(p), shape::KEYS);
-            if (!mapped) return RT_CUDA;
-            const rt_status status = fill_workspace<shape::TILE, shape::KEYS>(args.attn, stream);
-            return status != RT_OK ? status
-                                   : launch(kernel, num_key_units<shape::KEYS>(attn) * args.attn.num_parts,
-                                            shape::THREADS, sizeof(typename shape::shared_memory), stream, args);
-        },
-        MAX_RUNS_SM90);
+    return for_runs(p, [&](const attn_args &attn) {
+        attn_bwd_sm90_args args;
+        args.attn = divide_heads<shape::KEYS>(attn, 1);
+        const bool mapped =
+            map_queries(args.q, p, q_of<T>(p), shape::TILE) && map_queries(args.dout, p, dout_of<T>(p), shape::TILE) &&
+            map_queries(args.dq, p, dq_of(p), shape::BOX_ROWS) && map_keys(args.k, p, k_of<T>(p), shape::KEYS) &&
+            map_keys(args.v, p, v_of<T>(p), shape::KEYS);
+        if (!mapped) return RT_CUDA;
+        const rt_status status = fill_workspace<shape::TILE, shape::KEYS>(args.attn, stream);
+        return status != RT_OK ? status
+                               : launch(kernel, num_key_units<shape::KEYS>(attn) * args.attn.num_parts, shape::THREADS,
+                                        sizeof(typename shape::shared_memory), stream, args);
+    });
 }
 
 #endif // RINGTILE_CUDA_ATTN_BWD_SM90_CUH

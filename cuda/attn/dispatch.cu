@@ -37,7 +37,7 @@ static bool rows_can_be_mapped(const void *array, const int64_t (&stride)[3], in
 }
 // A tensor map cannot be empty either.
 static bool can_be_mapped(const rt_attn_params &p) {
-    return p.num_queries > 0 && p.batch > 0 && rows_can_be_mapped(p.q, p.q_stride) &&
+    return p.num_queries > 0 && p.num_keys > 0 && p.batch > 0 && rows_can_be_mapped(p.q, p.q_stride) &&
            rows_can_be_mapped(p.k, p.k_stride) && rows_can_be_mapped(p.v, p.v_stride);
 }
 // Rounded out is mapped too, and merged in pairs of numbers.

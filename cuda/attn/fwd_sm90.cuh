@@ -24,7 +24,7 @@
 
 struct attn_sm90_args {
     attn_args attn;
-    tensor_map q, k[MAX_RUNS_SM90], v[MAX_RUNS_SM90], out; // out: of rounded_out, if there is one
+    tensor_map q, k, v, out; // out: of rounded_out, if there is one
 };
 
 template <int D, int DV, int SIDES> struct forward_sm90_shape {
@@ -89,12 +89,10 @@ RT_DEVICE void produce(const attn_sm90_args &args, typename forward_sm90_shape<D
             const auto k_full = RT_SHARED(smem, k_full)[next.stage], v_full = RT_SHARED(smem, v_full)[next.stage];
             mbarrier_wait_parity(RT_SHARED(smem, k_empty)[next.stage], next.parity ^ 1);
             mbarrier_arrive_expect_tx(k_full, sizeof(panels<KEYS, D>));
-            copy_tile<KEYS, D>(RT_SHARED(smem, k)[next.stage], k_full, args.k[keys.run], keys.first_key, keys.kv_head,
-                               keys.batch);
+            copy_keys<KEYS, D>(RT_SHARED(smem, k)[next.stage], k_full, args.k, args.attn, keys);
             mbarrier_wait_parity(RT_SHARED(smem, v_empty)[next.stage], next.parity ^ 1);
             mbarrier_arrive_expect_tx(v_full, sizeof(panels<KEYS, DV>));
-            copy_tile<KEYS, DV>(RT_SHARED(smem, v)[next.stage], v_full, args.v[keys.run], keys.first_key, keys.kv_head,
-                                keys.batch);
+            copy_keys<KEYS, DV>(RT_SHARED(smem, v)[next.stage], v_full, args.v, args.attn, keys);
         }
         syncwarp();
     }
@@ -244,7 +242,8 @@ attn_fwd_sm90_kernel(RT_PARAMS attn_sm90_args args) {
     if (thread_index() == 0) init_mbarriers<D, DV, SIDES>(smem);
     if (thread_index() == 32 * shape::CONSUMERS) {
         prefetch_tensormap(args.q);
-        prefetch_key_maps(args.k, args.v, args.attn.num_runs);
+        prefetch_tensormap(args.k);
+        prefetch_tensormap(args.v);
         if (args.attn.rounds_out) prefetch_tensormap(args.out);
     }
     syncthreads();
@@ -263,26 +262,23 @@ template <class T, int D, int DV> rt_status attn_fwd_sm90(const rt_attn_params &
     using shape = forward_sm90_shape<D, DV, ONE_SIDE>;
     const auto kernel =
         p.key_begin == NULL ? attn_fwd_sm90_kernel<T, D, DV, ONE_SIDE> : attn_fwd_sm90_kernel<T, D, DV, TWO_SIDES>;
-    return for_runs(
-        p,
-        [&](const attn_args &attn) {
-            attn_sm90_args args;
-            args.attn = attn;
-            args.attn.section = kv_heads_of_section(p);
-            int64_t stride[3];
-            rounded_out_strides(p, stride);
-            const token_rows<T> out = {(T *)p.rounded_out, stride, p.v_head_dim};
-            const bool mapped = map_queries(args.q, p, q_of<T>(p), shape::ROWS) &&
-                                map_keys(args.k, attn, k_of<T>(p), shape::KEYS) &&
-                                map_keys(args.v, attn, v_of<T>(p), shape::KEYS) &&
-                                (!attn.rounds_out || map_queries(args.out, p, out, shape::OUT_ROWS));
-            if (!mapped) return RT_CUDA;
-            const rt_status status = fill_mask_tiles<shape::ROWS, shape::KEYS>(args.attn, p.workspace, stream);
-            if (status != RT_OK) return status;
-            return launch(kernel, query_grid<shape::ROWS>(args.attn), shape::THREADS,
-                          sizeof(typename shape::shared_memory), stream, args);
-        },
-        MAX_RUNS_SM90);
+    return for_runs(p, [&](const attn_args &attn) {
+        attn_sm90_args args;
+        args.attn = attn;
+        args.attn.section = kv_heads_of_section(p);
+        int64_t stride[3];
+        rounded_out_strides(p, stride);
+        const token_rows<T> out = {(T *)p.rounded_out, stride, p.v_head_dim};
+        const bool mapped = map_queries(args.q, p, q_of<T>(p), shape::ROWS) &&
+                            map_keys(args.k, p, k_of<T>(p), shape::KEYS) &&
+                            map_keys(args.v, p, v_of<T>(p), shape::KEYS) &&
+                            (!attn.rounds_out || map_queries(args.out, p, out, shape::OUT_ROWS));
+        if (!mapped) return RT_CUDA;
+        const rt_status status = fill_mask_tiles<shape::ROWS, shape::KEYS>(args.attn, p.workspace, stream);
+        if (status != RT_OK) return status;
+        return launch(kernel, query_grid<shape::ROWS>(args.attn), shape::THREADS, sizeof(typename shape::shared_memory),
+                      stream, args);
+    });
 }
 
 #endif // RINGTILE_CUDA_ATTN_FWD_SM90_CUH

@@ -7,48 +7,25 @@
 
 #include <type_traits>
 
-// Each run has its own tensor maps, which end where the run ends so that rows behind it are zeros. More runs take more
-// launches.
-constexpr int MAX_RUNS_SM90 = 4;
-
 // A tile of ROWS rows of COLS numbers, in panels of 64 columns: a row of a panel has 128 bytes.
 template <int ROWS, int COLS> using panels = chunk[COLS / 64][ROWS][8];
 
-// Tokens first .. first + num_tokens - 1 of every head and batch.
-struct map_extent {
-    int64_t batch, first, num_tokens, num_heads;
-};
-template <class T> bool map_rows(tensor_map &map, token_rows<T> rows, const map_extent &extent, int box_rows) {
+// Maps num_tokens tokens of every head and batch.
+template <class T>
+bool map_rows(tensor_map &map, token_rows<T> rows, int64_t batch, int64_t num_tokens, int64_t num_heads, int box_rows) {
     using element = std::remove_const_t<T>;
-    const int64_t size[4] = {rows.dim, extent.num_tokens, extent.num_heads, extent.batch};
+    const int64_t size[4] = {rows.dim, num_tokens, num_heads, batch};
     const int64_t bytes[3] = {(int64_t)sizeof(element) * rows.stride[1], (int64_t)sizeof(element) * rows.stride[2],
                               (int64_t)sizeof(element) * rows.stride[0]};
-    return make_tensor_map<element>(map, (const char *)rows.data + extent.first * bytes[0], size, bytes, box_rows);
+    return make_tensor_map<element>(map, rows.data, size, bytes, box_rows);
 }
 
-// Maps q, dout or dq.
+// Maps q, dout, dq or rounded out; k or v.
 template <class T> bool map_queries(tensor_map &map, const rt_attn_params &p, token_rows<T> rows, int box_rows) {
-    return map_rows(map, rows, {p.batch, 0, p.num_queries, p.num_heads}, box_rows);
+    return map_rows(map, rows, p.batch, p.num_queries, p.num_heads, box_rows);
 }
-// Maps k or v, run by run.
-template <class T>
-bool map_keys(tensor_map (&maps)[MAX_RUNS_SM90], const attn_args &args, token_rows<T> rows, int box_rows) {
-    bool mapped = true;
-    for (int i = 0; i < args.num_runs && mapped; i++) {
-        const rt_run &run = args.runs[i];
-        mapped = map_rows(maps[i], rows, {args.p.batch, run.local_begin, run.length, args.p.num_kv_heads}, box_rows);
-    }
-    return mapped;
-}
-
-// Prefetches the maps of k and v, run by run.
-RT_DEVICE void prefetch_key_maps(const tensor_map (&k)[MAX_RUNS_SM90], const tensor_map (&v)[MAX_RUNS_SM90],
-                                 int num_runs) {
-#pragma unroll 1
-    for (int run = 0; run < num_runs; run++) {
-        prefetch_tensormap(k[run]);
-        prefetch_tensormap(v[run]);
-    }
+template <class T> bool map_keys(tensor_map &map, const rt_attn_params &p, token_rows<T> rows, int box_rows) {
+    return map_rows(map, rows, p.batch, p.num_keys, p.num_kv_heads, box_rows);
 }
 
 // Starts to copy a tile, from `row` of a head on; the caller has announced its bytes. One thread calls it.
@@ -56,6 +33,15 @@ template <int ROWS, int COLS>
 RT_DEVICE void copy_tile(shared_address to, shared_address full, const tensor_map &map, int row, int head, int batch) {
     for (int panel = 0; panel < COLS / 64; panel++)
         cp_async_bulk_tensor_4d(to + (shared_address)(panel * ROWS * 128), map, full, 64 * panel, row, head, batch);
+}
+
+// Starts to copy a tile of keys, of k or v. Rows behind its run are those of the keys that follow in memory, or zeros
+// behind the last: no query attends them.
+template <int ROWS, int COLS>
+RT_DEVICE void copy_keys(shared_address to, shared_address full, const tensor_map &map, const attn_args &args,
+                         key_tile at) {
+    const int row = (int)args.runs[at.run].local_begin + at.first_key;
+    copy_tile<ROWS, COLS>(to, full, map, row, at.kv_head, at.batch);
 }
 
 // Arrives once for the calling warp.

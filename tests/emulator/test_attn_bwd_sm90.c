@@ -62,6 +62,7 @@ static void test_empty_problems_are_accepted(void) {
 
 int main(void) {
     emulator_set_compute_capability(90);
+    keys_in_no_run = 60000;
     test_query_heads_are_divided_where_tiles_of_keys_are_few();
     test_random_problems_agree_with_the_reference();
     test_rows_that_cannot_be_mapped_agree_too();

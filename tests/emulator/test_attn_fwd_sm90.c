@@ -35,6 +35,22 @@ static void test_one_long_run_agrees_too(void) {
     free_case(&c);
 }
 
+// Of a packed batch: 70 runs of 8 keys, the last key first.
+static void test_64_runs_are_one_launch(void) {
+    uint64_t state = 9;
+    attn_case c = new_case(&state, (attn_shape){RT_BF16, 1, 128, 560, 1, 1, 64, 64, true}, MASK_CAUSAL, 1);
+    while (!rows_are_aligned(&c)) {
+        free_case(&c);
+        c = new_case(&state, (attn_shape){RT_BF16, 1, 128, 560, 1, 1, 64, 64, true}, MASK_CAUSAL, 1);
+    }
+    c.p.num_k_runs = 70;
+    for (int64_t i = 0; i < 70; i++) c.runs[i] = (rt_run){8 * (69 - i), 1, 8 * i, 8};
+    const int64_t before = emulator_ctas();
+    check_forward(&c, &state, 1);
+    CHECK_INT(emulator_ctas() - before, 2);
+    free_case(&c);
+}
+
 // Rows that a tensor map cannot describe, and larger head dims, go to other kernels.
 static void test_rows_that_cannot_be_mapped_agree_too(void) {
     uint64_t state = 6;
@@ -99,8 +115,10 @@ static void test_environment_chooses_the_kernels(void) {
 int main(void) {
     unsetenv("RINGTILE_CUDA_ISA");
     emulator_set_compute_capability(90);
+    keys_in_no_run = 60000;
     check_that_heads_in_sections_agree();
     test_one_long_run_agrees_too();
+    test_64_runs_are_one_launch();
     test_random_problems_agree_with_the_reference();
     test_rows_that_cannot_be_mapped_agree_too();
     test_empty_problems_are_accepted();
