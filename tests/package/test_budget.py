@@ -14,7 +14,7 @@ SUFFIXES = {".py", ".c", ".h", ".cpp", ".cu", ".cuh"}
 CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folders
     "benchmarks": (15, 2510),
     "csrc": (92, 9795),
-    "cuda": (46, 4730),
+    "cuda": (46, 4700),
     "python/ringtile": (19, 2806),
     "python/ringtile/attn": (11, 2428),
     "python/ringtile/cli": (14, 2090),
@@ -35,7 +35,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/c": (32, 7940),
     "tests/campaigns": (21, 4560),
     "tests/cli": (12, 2000),
-    "tests/emulator": (27, 4635),
+    "tests/emulator": (27, 4660),
     "tests/gpu": (10, 1512),
     "tests/hf": (68, 13900),
     "tests/package": (8, 1850),
