@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "transport: a difference is not passed on",
         "python/ringtile/transport/agreement.py",
-        "self._differ(sent, whose, text)",
-        "self._differ(sent, self._rank, sent.text)",
+        "self._differ(whose, text)",
+        "self._differ(self._rank, sent.text)",
         "tests/transport/test_tree.py",
     ),
     Mutant(

@@ -103,53 +103,51 @@ def tree_neighbors(rank: int, world_size: int) -> list[int]:
 
 @dataclass(eq=False, slots=True)
 class _Sent:
-    """This rank's header of a call, and what is known of those of the others."""
+    """This rank's header of a call, and those of others that differ."""
 
     text: bytes
     runs_ahead: bool  # the host goes on without waiting for others
     refused: bool  # this rank does not make the call: the others hear why, and what they say does not matter
-    asked: bool = False  # a neighbor has waited long enough
-    told: set[int] = field(default_factory=set)  # the neighbors that need no more from this rank
-    here: set[int] = field(default_factory=set)  # the neighbors that have come to this call
-    done: set[int] = field(default_factory=set)  # the neighbors that will say no more
-    others: dict[int, bytes] = field(default_factory=dict)  # by rank, texts that differ from this rank's
+    others: dict[int, bytes] = field(default_factory=dict)  # texts, by rank
 
 
 class Headers:
-    """One rank's headers of all calls of a group. channel: to its neighbors in the tree."""
+    """One rank's headers of all calls of a group. channel: to its neighbors in the tree.
+
+    A rank goes on only from a call in which it has told all neighbors, so at most the last one needs a word from it.
+    """
 
     def __init__(self, rank: int, world_size: int, channel: SocketChannel) -> None:
         self._rank = rank
         self._channel = channel
         self._neighbors = tree_neighbors(rank, world_size)
+        self._ends = {says: _END.pack(rank, says) for says in (_AGREES, _HERE, _AHEAD, _DIFFERS, _ASKS)}
         self._open: collections.deque[_Sent] = collections.deque()  # whose headers are not all compared, oldest first
+        self._left = dict.fromkeys(self._neighbors, 0)  # by neighbor, the open calls in which it has more to say
+        self._untold: list[int] = []  # the neighbors that need a word on the last call
+        self._here: set[int] = set()  # the neighbors that have come to the first call in which they have more to say
+        self._asked = False  # a neighbor has waited long enough for the oldest open call
         self._next: dict[int, bytes] = {}  # by neighbor, its header of the next call; empty: it has closed
 
     def send(self, text: bytes, *, runs_ahead: bool = False, refused: bool = False) -> None:
         """Send the header of this rank's next call to its neighbors. Arguments as of `_Sent`. PeerGoneError."""
-        sent = _Sent(text, runs_ahead, refused)
-        self._open.append(sent)
-        if refused:
-            self._differ(sent, self._rank, text)
-        elif runs_ahead:
-            sent.told.update(self._neighbors)
-            self._channel.send(text + _END.pack(self._rank, _AHEAD), self._neighbors)
-        elif len(self._neighbors) == 1:
-            self._pass_on(sent)
-        else:
-            self._channel.send(text + _END.pack(self._rank, _HERE), self._neighbors)
-
-    def _pass_on(self, sent: _Sent) -> None:
-        """Tell each neighbor that this rank's side agrees, once all others have said so of theirs."""
+        self._open.append(_Sent(text, runs_ahead, refused))
         for peer in self._neighbors:
-            if peer not in sent.told and all(other in sent.done for other in self._neighbors if other != peer):
-                sent.told.add(peer)
-                self._channel.send(sent.text + _END.pack(self._rank, _AGREES), (peer,))
+            self._left[peer] += 1
+        says = _DIFFERS if refused else _AHEAD if runs_ahead else _AGREES if len(self._neighbors) == 1 else _HERE
+        self._untold = self._neighbors if says == _HERE else []
+        self._channel.send(text + self._ends[says], self._neighbors)
 
-    def _differ(self, sent: _Sent, rank: int, text: bytes) -> None:
+    def _pass_on(self) -> None:
+        """Tell each neighbor that this rank's side agrees, once all others have said so of theirs."""
+        late = [peer for peer in self._neighbors if self._left[peer]]
+        if ready := [peer for peer in self._untold if late in ([], [peer])]:
+            self._untold = [peer for peer in self._untold if peer not in ready]
+            self._channel.send(self._open[-1].text + self._ends[_AGREES], ready)
+
+    def _differ(self, rank: int, text: bytes) -> None:
         """Tell the neighbors of a rank whose header differs; those whose side agrees are the ones that know."""
-        untold = [peer for peer in self._neighbors if peer not in sent.told]
-        sent.told.update(untold)
+        untold, self._untold = self._untold, []
         self._channel.send(text + _END.pack(rank, _DIFFERS), untold)
 
     def compare(self, *, wait: bool) -> None:
@@ -159,10 +157,10 @@ class Headers:
         """
         deadline, has_asked = 0.0, False  # 0.0: it has not waited yet
         while self._open:
-            arrived, sent = self._read(all_neighbors=deadline > 0.0), self._open[0]
-            missing = [peer for peer in self._neighbors if peer not in sent.done]
+            arrived = self._read(all_neighbors=deadline > 0.0)
+            missing = [peer for peer in self._neighbors if self._left[peer] == len(self._open)]
             if not missing:
-                self._open.popleft()
+                self._asked, sent = False, self._open.popleft()
                 if sent.others:
                     raise self._mismatch(sent, min(sent.others))
             elif not arrived:
@@ -170,13 +168,13 @@ class Headers:
                     return
                 deadline = deadline or time.monotonic() + self._channel.timeout_seconds
                 listening = [peer for peer in self._neighbors if peer not in self._next]
-                is_asked = sent.asked and not has_asked
+                is_asked = self._asked and not has_asked
                 if is_asked or not self._channel.wait(listening, deadline - time.monotonic()):
-                    silent = [peer for peer in missing if peer not in sent.here]
+                    silent = [peer for peer in missing if peer not in self._here]
                     if silent or has_asked:
                         reason = f"nothing came for {self._channel.timeout_seconds:g} s"
                         raise PeerGoneError(min(silent or missing), reason)
-                    self._channel.send(sent.text + _END.pack(self._rank, _ASKS), missing)
+                    self._channel.send(self._open[0].text + self._ends[_ASKS], missing)
                     deadline, has_asked = time.monotonic() + _ANSWER_SECONDS, True
 
     def _read(self, *, all_neighbors: bool) -> bool:
@@ -186,52 +184,46 @@ class Headers:
         """
         arrived = False
         for peer in self._neighbors:
-            while (sent := self._waits_for(peer)) or (all_neighbors and peer not in self._next):
+            while (left := self._left[peer]) or (all_neighbors and peer not in self._next):
                 try:
                     header = self._next.pop(peer, None) or self._channel.receive(peer)
                 except PeerGoneError:
-                    if sent is not None:
+                    if left:
                         raise
                     header = b""  # the next call raises it
                 if header is None:
                     break
                 if header[-1:] == _ASKS:
-                    for each in self._open:
-                        each.asked |= peer in each.here
-                elif sent is None:
-                    self._next[peer] = header
-                else:
+                    self._asked |= left < len(self._open) or peer in self._here
+                elif left:
                     arrived = True
-                    self._hear(sent, peer, header)
+                    self._hear(self._open[-left], peer, header)
+                else:
+                    self._next[peer] = header
         return arrived
 
-    def _waits_for(self, peer: int) -> _Sent | None:
-        """Return the first call in which a neighbor has more to say."""
-        for sent in self._open:
-            if peer not in sent.done:
-                return sent
-        return None
-
     def _hear(self, sent: _Sent, peer: int, header: bytes) -> None:
-        text, (rank, says) = header[:_TEXT_BYTES], _END.unpack(header[_TEXT_BYTES:])
+        text, says = header[:_TEXT_BYTES], header[-1:]
         if says == _BREAKS:
             fields = decode(header)
             reason = fields.get("reason", "a message that is no ringtile header")
             if (lost := fields.get("lost")) is not None:
                 raise PeerGoneError(lost, reason)
             raise self._break(RingMismatchError(reason))
-        sent.here.add(peer)
-        if says != _HERE or sent.runs_ahead:
-            sent.done.add(peer)
+        if says == _HERE and not sent.runs_ahead:
+            self._here.add(peer)
+        else:
+            self._here.discard(peer)
+            self._left[peer] -= 1
         if text == sent.text:
-            if says == _AGREES and not sent.others:
-                self._pass_on(sent)
+            if says == _AGREES and self._untold:
+                self._pass_on()
         elif not sent.refused:
-            whose = rank if says == _DIFFERS else peer
+            whose = _END.unpack(header[_TEXT_BYTES:])[0] if says == _DIFFERS else peer
             sent.others[whose] = text
             if sent.runs_ahead or says == _AHEAD:
                 raise self._break(self._mismatch(sent, whose))
-            self._differ(sent, whose, text)
+            self._differ(whose, text)
 
     def _mismatch(self, sent: _Sent, peer: int) -> RingMismatchError:
         return RingMismatchError(describe_difference(self._rank, decode(sent.text), peer, decode(sent.others[peer])))

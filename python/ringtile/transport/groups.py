@@ -34,7 +34,7 @@ from ringtile.transport.failures import FailureDetector, neighbors
 from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld, loopback_groups
 from ringtile.transport.shared_memory import SharedMemory
 from ringtile.transport.sockets import Meeting, SocketChannel, StoreChannel
-from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS, Exchange, Messages, Naming, Transport, Work, Works
+from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS, Exchange, Messages, Transport, Work, Works, reason_of
 
 Group = dist.ProcessGroup | DeviceMesh | LoopbackGroup | str
 
@@ -123,6 +123,7 @@ class ProcessGroupTransport(Transport):
         self._group = weakref.ref(group)  # the registry lets go of a transport when its group is destroyed
         self._carries_cpu = backend_name(group, "cpu") is not None
         self._opened = False
+        self._coalesces: bool | None = None  # whether several messages go as one batch, as NCCL's do; None: not known
         self._shared: SharedMemory | None = None  # from the first call on, with ranks of this host
         self._never_waited_for: list[Exchange] = []  # of calls on which the ranks disagreed
 
@@ -190,14 +191,17 @@ class ProcessGroupTransport(Transport):
             return []
         group, device = self._own_group(), messages[0][1].device
         peers = tuple(sorted({peer for peer, *_ in messages}))
-        with Naming(self, peers, what):
-            coalesces = _coalesces(group, device)
-            if coalesces:
+        try:
+            if self._coalesces is None:
+                self._coalesces = type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
+            if self._coalesces:
                 group._start_coalescing(device)
             works: Works = []
             for peer, tensor, outgoing in messages:
                 works.append((peers, (group.send if outgoing else group.recv)([tensor], peer, 0)))
-            return [(peers, group._end_coalescing(device))] if coalesces else works
+            return [(peers, group._end_coalescing(device))] if self._coalesces else works
+        except RuntimeError as error:
+            raise self._lost(peers, reason_of(error), what) from error
 
     def _drop_messages(self) -> None:
         # gloo reads nothing more from a peer whose message has lost its tensor on the way.
@@ -236,11 +240,6 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str | None:
         return str(group._get_backend(torch.device(device_type)).name())
     except RuntimeError:
         return None
-
-
-def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the group takes several messages as one batch, as NCCL does."""
-    return type(group) is dist.ProcessGroup and bool(group._get_backend(device).supports_coalescing)
 
 
 # ---- collectives along the sequence -------------------------------------------------------------

@@ -49,9 +49,9 @@ class Exchange:
     """Messages under way; their tensors stay untouched, and are kept alive, until `wait` returns."""
 
     works: Works
-    tensors: list[Tensor]
+    messages: Messages
     transport: Transport
-    what: str  # "round 2 of call 3 (ring_attention forward)"
+    what: str  # "round 2"
 
     def wait(self) -> None:
         """Return when all have arrived. Raise PeerLostError or RingMismatchError. A profiler sees "ringtile::wait"."""
@@ -62,8 +62,10 @@ class Exchange:
             transport.compare_headers()
             began = time.perf_counter()
             for peers, work in self.works:
-                with Naming(transport, peers, self.what):
+                try:
                     work.wait()
+                except RuntimeError as error:  # noqa: PERF203
+                    raise transport._lost(peers, reason_of(error), self.what) from error
             transport.wait_seconds += time.perf_counter() - began
         transport._under_way.discard(self)
 
@@ -126,9 +128,13 @@ class Transport(abc.ABC):
             yield
             return
         self._check_process_and_thread(op)
-        with self.propagate_errors(op):
-            if device is not None:
-                self.check_device(torch.device(device))
+        if device is not None:
+            device = torch.device(device)
+            try:
+                self.check_device(device)
+            except Exception as error:
+                self.fail(op, error)
+                raise
         device = torch.device(device or "cpu")
         key = (op, device.type, *fields.items())
         with self._numbered(op):
@@ -207,10 +213,12 @@ class Transport(abc.ABC):
 
     def _send_header(self, header: bytes, **options: bool) -> None:
         """Send it to the neighbors. options: as of `Headers.send`."""
-        with Naming(self, (), self._place("the header")):
+        try:
             if self._headers is None:
                 self._headers = self._connect()
             self._headers.send(header, **options)
+        except PeerGoneError as gone:
+            raise self._lost((gone.peer,), gone.reason, "the header") from gone
 
     def compare_headers(self, *, wait: bool = True) -> None:
         """Make sure, once, that all ranks make this call; without waiting, as far as headers have arrived.
@@ -221,8 +229,10 @@ class Transport(abc.ABC):
             return
         self._behind = False
         began = time.perf_counter()
-        with Naming(self, (), self._place("the header")):
+        try:
             self._headers.compare(wait=wait)
+        except PeerGoneError as gone:
+            raise self._lost((gone.peer,), gone.reason, "the header") from gone
         self.wait_seconds += time.perf_counter() - began
 
     def give_up(self, error: BaseException) -> None:
@@ -280,23 +290,23 @@ class Transport(abc.ABC):
         Both sides must post messages between them in the same order. An empty tensor does not travel. `what` says
         in errors where this is, as in "round 2".
         """
-        self.bytes_sent += sum(tensor.nbytes for tensor in sends.values())
-        messages = [(peer, tensor, False) for peer, tensor in receives.items() if tensor.numel() > 0]
-        messages += [(peer, tensor, True) for peer, tensor in sends.items() if tensor.numel() > 0]
-        place = self._place(what)
-        exchange = Exchange(self._post(messages, place), [*sends.values(), *receives.values()], self, place)
+        messages = [(peer, tensor, False) for peer, tensor in receives.items() if tensor.numel()]
+        for peer, tensor in sends.items():
+            if tensor.numel():
+                messages.append((peer, tensor, True))
+                self.bytes_sent += tensor.nbytes
+        exchange = Exchange(self._post(messages, what), messages, self, what)
         self._under_way.add(exchange)
         return exchange
-
-    def _place(self, what: str) -> str:
-        return f"{what} of call {self.num_calls} ({self._op})"
 
     def _post(self, messages: Messages, what: str) -> Works:
         """Start all messages of an exchange, in this order."""
         works: Works = []
         for peer, tensor, outgoing in messages:
-            with Naming(self, (peer,), what):
+            try:
                 work = self._start(tensor, peer, outgoing=outgoing)
+            except RuntimeError as error:
+                raise self._lost((peer,), reason_of(error), what) from error
             if work is not None:
                 works.append(((peer,), work))
         return works
@@ -334,7 +344,8 @@ class Transport(abc.ABC):
         named = found or Loss(suspects[0], reason)
         who = f"rank {' or '.join(map(str, [named.rank] if found else suspects))}"
         error = PeerLostError(
-            f"{who} was lost in {what} of rank {self.rank}: {named.reason}; see {who}'s log for the cause"
+            f"{who} was lost in {what} of call {self.num_calls} ({self._op}) of rank {self.rank}: {named.reason}; see "
+            f"{who}'s log for the cause"
         )
         error.rank = named.rank
         self._failure = self._failure or error
@@ -357,28 +368,6 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def _end_messages(self) -> None:
         """Make the peers' waits for messages of this rank fail, from now on."""
-
-
-class Naming:
-    """Turn the loss of a peer into a PeerLostError that says whose ("rank 2") and when.
-
-    peers: whose messages a RuntimeError in the body concerns; PeerGoneError says it itself. A class costs a third of a
-    generator, and each round of a ring enters several.
-    """
-
-    __slots__ = ("_peers", "_transport", "_what")
-
-    def __init__(self, transport: Transport, peers: tuple[int, ...], what: str) -> None:
-        self._transport, self._peers, self._what = transport, peers, what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, PeerGoneError):
-            raise self._transport._lost((error.peer,), error.reason, self._what) from error
-        if self._peers and isinstance(error, RuntimeError) and not isinstance(error, RingtileError):
-            raise self._transport._lost(self._peers, reason_of(error), self._what) from error
 
 
 def reason_of(error: object) -> str:
