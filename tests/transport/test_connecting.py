@@ -159,7 +159,8 @@ def test_an_address_is_never_the_loopback_that_a_name_stands_for(monkeypatch: py
         assert next(sockets._own_addresses("there")) == (socket.AF_INET, "10.1.2.9")
 
 
-def test_a_last_word_that_has_no_room_is_no_part_of_the_next() -> None:
+@pytest.mark.parametrize("is_header", [False, True])
+def test_what_has_no_room_is_no_part_of_the_next_word(is_header: bool) -> None:
     """The peer reads nothing until the connection is full, then everything, and then there are more."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 50_000)
@@ -177,6 +178,12 @@ def test_a_last_word_that_has_no_room_is_no_part_of_the_next() -> None:
                 received.extend(part)
 
     for _ in range(3):
+        with (
+            pytest.raises(agreement.PeerGoneError, match="it reads nothing") if is_header else contextlib.nullcontext()
+        ):
+            while is_header:
+                sender.send(str(next(numbers)).encode().rjust(HEADER_BYTES), [0])
+        is_header = False
         for _ in range(3000):
             sender.send_last(str(next(numbers)).encode().rjust(HEADER_BYTES))
         read_all()

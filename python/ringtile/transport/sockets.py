@@ -17,13 +17,13 @@ import json
 import os
 import secrets
 import select
-import selectors
 import socket
 import struct
 import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +43,6 @@ from ringtile.transport.agreement import (
 _TOKEN_BYTES = 16
 _INTRODUCTION = struct.Struct(f"<IB{_TOKEN_BYTES}s")  # who connects, by which wire, and the token of who listens
 _MAX_STRANGERS = 256  # that a rank listens to at once; then the first of them is no peer
-_ROOM_SECONDS = 0.5  # that the rest of a last word waits for room
 _LOOK_SECONDS = 0.0005, 0.02  # between two looks into the store for a header: at least, at most
 _LAST_SECONDS = 0.5  # that the last headers of a rank may take to reach the store
 
@@ -58,10 +57,10 @@ class SocketChannel:
         self._sockets = sockets
         self.timeout_seconds = timeout_seconds
         self._parts = dict.fromkeys(sockets, b"")  # the part of a header that has arrived
-        self._sends_last = threading.Lock()  # the thread that passes news on, and the rank's own
+        patience = struct.pack("ll", *divmod(int(timeout_seconds * 1e6), 10**6))  # of the kernel, for room in a send
         for connection in sockets.values():
             connection.setblocking(True)
-            _wait_for_room(connection, timeout_seconds)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
             if connection.family != socket.AF_UNIX:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.free = weakref.finalize(self, close_all, sockets.values())
@@ -79,22 +78,20 @@ class SocketChannel:
             except ConnectionError:  # noqa: PERF203
                 pass
             except OSError as error:
+                with contextlib.suppress(OSError):
+                    self._sockets[peer].shutdown(socket.SHUT_WR)  # it may have got a part, as in `send_last`
                 raise PeerGoneError(peer, f"it reads nothing: {_reason(error)}") from None
 
     def send_last(self, header: bytes) -> None:
         """Send it to every peer that can still be reached, at once or not at all.
 
-        A peer that reads no more, so that part of it has no room, finds its connection ended instead of a part: what
-        came next would be read as the rest of it.
+        A peer that reads no more, so that only a part has room, finds its connection ended after it: what came next
+        would be read as the rest.
         """
         for connection in self._sockets.values():
-            with self._sends_last, contextlib.suppress(OSError):
-                if (sent := connection.send(header, socket.MSG_DONTWAIT)) < len(header):
-                    _wait_for_room(connection, _ROOM_SECONDS)
-                    try:
-                        connection.sendall(header[sent:])
-                    except OSError:
-                        connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):
+                if connection.send(header, socket.MSG_DONTWAIT) < len(header):
+                    connection.shutdown(socket.SHUT_WR)
 
     def receive(self, peer: int) -> bytes | None:
         """Return the next header of a peer, if it has arrived. PeerGoneError: the peer has closed and all is read."""
@@ -124,11 +121,6 @@ class SocketChannel:
         for connection in self._sockets.values():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-
-
-def _wait_for_room(connection: socket.socket, seconds: float) -> None:
-    """Let the kernel wait for room in a send for so long."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", *divmod(int(seconds * 1e6), 10**6)))
 
 
 def close_all(connections: Iterable[socket.socket]) -> None:
@@ -389,39 +381,34 @@ def _accept(
     deadline: float,
 ) -> None:
     """Add the connections of the ends that are missing. Nobody waits for another."""
-    strangers: list[socket.socket] = []  # that have said nothing yet, the oldest first
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as at_end:
-        at_end.callback(close_all, strangers)
+    open_ones = [*listeners]  # then strangers, which have said nothing yet, the oldest first
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(lambda: close_all(open_ones[len(listeners) :]))
         for listener in listeners:
             listener.setblocking(False)
-            selector.register(listener, selectors.EVENT_READ)
         while missing:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise PeerGoneError(min(missing)[1], "it did not connect")
-            for key, _ in selector.select(left):
-                one = cast(socket.socket, key.fileobj)
+            for one in cast("list[socket.socket]", wait(open_ones, left)):
                 if one in listeners:
                     try:
-                        strangers.append(one.accept()[0])
+                        open_ones.append(one.accept()[0])
                     except (ConnectionError, BlockingIOError):  # it has gone again
                         continue
                     except OSError as error:
                         reason = f"this rank cannot accept its connection: {_reason(error)}"
                         raise PeerGoneError(min(missing)[1], reason) from None
-                    selector.register(strangers[-1], selectors.EVENT_READ)
-                    if len(strangers) <= _MAX_STRANGERS:
+                    if len(open_ones) - len(listeners) <= _MAX_STRANGERS:
                         continue
-                    one = strangers[0]
-                if one not in strangers:
-                    continue
-                selector.unregister(one)
-                strangers.remove(one)
-                if (end := _introduced(one, token)) in missing:
-                    missing.remove(end)
-                    connected[end] = one
-                else:
-                    one.close()
+                    one = open_ones[len(listeners)]
+                if one in open_ones:
+                    open_ones.remove(one)
+                    if (end := _introduced(one, token)) in missing:
+                        missing.remove(end)
+                        connected[end] = one
+                    else:
+                        one.close()
 
 
 def _introduced(stranger: socket.socket, token: bytes) -> _End | None:
