@@ -221,7 +221,7 @@ def test_over_nccl_alone_a_failure_is_told_and_tensors_on_the_cpu_are_refused() 
 
 def refuses_cuda() -> str:
     with pytest.raises(InputError) as caught:
-        transport_of(dist.group.WORLD).check_device(torch.device("cuda:1"))
+        transport_of(dist.new_group()).check_device(torch.device("cuda:1"))
     return str(caught.value)
 
 

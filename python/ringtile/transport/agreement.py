@@ -2,18 +2,17 @@
 
 A call is known by its *terms*: the op, the device type and whatever else must be equal on all ranks (shapes, dtypes,
 scale, digests of mask and layout). A *header* of one fixed size holds them, with what tells the call from others of its
-kind. Headers travel beside the payloads, along the edges of a tree of the ranks: a rank has at most three connections
-for them, and sends at most six headers a call. It sends its header to its neighbors, compares theirs with it, and
-tells a neighbor that its side of the edge agrees as soon as its other neighbors have said so of theirs.
+kind. Headers travel beside the payloads, along the edges of a tree of the ranks. A rank sends its header to its
+neighbors, at most three, compares theirs with it, and tells a neighbor that its side of the edge agrees as soon as its
+other neighbors have said so of theirs.
 
 - New terms: a rank waits for that before a payload travels.
 - Terms that all ranks have agreed on before: payloads start at once. On the CPU a rank waits for the others' headers
   before it uses the first payload, at the latest before the call returns. On a GPU each call compares what has arrived
-  by then, so a later call raises the difference.
+  by then, so a later call raises the difference. Terms that are new to one rank are new to all.
 
-A rank that finds a difference passes the header that differs on, instead of the word that its side agrees, and so does
-every rank that hears of it. So each rank raises RingMismatchError, and each edge carries as many headers as if all had
-agreed: none belongs to a later call. Ranks agree on terms together, so terms that are new to one rank are new to all.
+A rank that finds a difference, or hears of one, passes the header that differs on, in place of the word that its side
+agrees. So each rank raises RingMismatchError, and no header on an edge belongs to a later call.
 
 A rank that has waited for the timeout asks the neighbors that wait as it does for whom, as they do theirs. Who misses
 one that has not come says so at once, however late it came itself.

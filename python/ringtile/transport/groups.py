@@ -69,11 +69,9 @@ def transport_of(group: Group | None) -> Transport:
     if group is None or group == "":
         return _ALONE
     group = group_of_mesh(group)
-    if isinstance(group, str) and (found := loopback_groups.get(group)) is not None:
-        group = found
-    elif isinstance(group, str):
+    if isinstance(group, str):
         try:
-            group = _resolve_process_group(GroupName(group))
+            group = loopback_groups.get(group) or _resolve_process_group(GroupName(group))
         except RuntimeError as error:
             raise InputError(f"there is no process group named {group!r}: {str(error).splitlines()[0]}") from None
     if isinstance(group, LoopbackGroup):
@@ -121,9 +119,9 @@ class ProcessGroupTransport(Transport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
         self._group = weakref.ref(group)  # the registry lets go of a transport when its group is destroyed
-        self._carries_cpu = backend_name(group, "cpu") is not None
+        self._carries = {"cpu"} if backend_name(group, "cpu") else set()  # types of devices, as far as looked up
         self._opened = False
-        self._coalesces: bool | None = None  # whether several messages go as one batch, as NCCL's do; None: not known
+        self._coalesces: bool | None = None  # None: not asked yet
         self._shared: SharedMemory | None = None  # from the first call on, with ranks of this host
         self._never_waited_for: list[Exchange] = []  # of calls on which the ranks disagreed
 
@@ -134,25 +132,26 @@ class ProcessGroupTransport(Transport):
 
     def check_device(self, device: torch.device) -> None:
         super().check_device(device)
-        group, is_cpu = self._group(), device.type == "cpu"
-        if group is None or self.world_size == 1 or (is_cpu and self._carries_cpu):
+        if device.type in self._carries or self.world_size == 1 or (group := self._group()) is None:
             return
-        if is_cpu or (found := backend_name(group, device.type)) != "nccl":
+        is_cpu = device.type == "cpu"  # and this group is known to carry no such tensors
+        found, expected = (None, "gloo") if is_cpu else (backend_name(group, device.type), "nccl")
+        if found != expected:
             raise InputError(
-                f"the tensors are on {device} but the group's backend for {device.type} is {None if is_cpu else found}"
-                f"; expected {'gloo' if is_cpu else 'nccl'}: init_process_group or new_group with "
-                f'backend="cpu:gloo,cuda:nccl"'
+                f"the tensors are on {device} but the group's backend for {device.type} is {found}; expected "
+                f'{expected}: init_process_group or new_group with backend="cpu:gloo,cuda:nccl"'
             )
+        self._carries.add(device.type)
 
     def _connect(self) -> Headers:
         group, rank, world_size = self._own_group(), self.rank, self.world_size
-        device = torch.device("cpu") if self._carries_cpu else group._device_types[0]
+        device = torch.device("cpu") if "cpu" in self._carries else group._device_types[0]
         seconds: float = group._get_backend(device).options._timeout.total_seconds()
         joint: Any = _get_process_group_store(group)
         store = joint.clone()  # a connection of its own, on which others do not wait
         meeting = Meeting(store, rank, world_size, seconds, shares=shared_memory.shares_memory())
         self.hosts, tree = meeting.hosts, tree_neighbors(rank, world_size)
-        if not self._carries_cpu:
+        if "cpu" not in self._carries:
             channel = StoreChannel(meeting.store, rank, tree, seconds)
             weakref.finalize(self, channel.close)
             return Headers(rank, world_size, channel)
@@ -193,7 +192,7 @@ class ProcessGroupTransport(Transport):
         peers = tuple(sorted({peer for peer, *_ in messages}))
         try:
             if self._coalesces is None:
-                self._coalesces = type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
+                self._coalesces = _coalesces(group, device)
             if self._coalesces:
                 group._start_coalescing(device)
             works: Works = []
@@ -222,7 +221,7 @@ class ProcessGroupTransport(Transport):
 
     def _close_pairs(self) -> None:
         group = self._group()
-        if group is None or not self._carries_cpu:
+        if group is None or "cpu" not in self._carries:
             return
         # gloo closes a connection on which a receive timed out, and has no other way to close one. NCCL has none at all
         # that a peer would notice: its own watchdog ends a wait that is longer than the group's timeout.
@@ -240,6 +239,11 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str | None:
         return str(group._get_backend(torch.device(device_type)).name())
     except RuntimeError:
         return None
+
+
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether the group takes several messages as one batch, as NCCL does."""
+    return type(group) is dist.ProcessGroup and bool(group._get_backend(device).supports_coalescing)
 
 
 # ---- collectives along the sequence -------------------------------------------------------------
