@@ -8,8 +8,10 @@ Shape letters: B rows, S tokens of a row, N tokens of a shard, W ranks, V vocabu
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -21,21 +23,29 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringtile import arguments
 from ringtile.checksum import checksum
-from ringtile.errors import InputError, RefusedError
+from ringtile.errors import InputError, RefusedError, shown
+from ringtile.hf.attention import empty_mask
+from ringtile.hf.batch import ShardedBatch, active
 from ringtile.hf.features.loss import TiledLogits, not_plain
+from ringtile.hf.features.stream import chunk_tokens_of
+from ringtile.hf.features.trees import in_chunks
 from ringtile.ops import state_dtype
+from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.tiled.log_probs import tiled_log_probs
 from ringtile.torch_context_parallel.context import context_parallel
 from ringtile.torch_context_parallel.first_block import FirstBlock
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of
+from ringtile.torch_context_parallel.mode import entered
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group, transport_of
 
 _NAME = "sequence_log_probs"
 _ALONE = ""  # the group of one rank
 _IGNORE = -100
+_PADDING = (0, 0, _IGNORE)  # of ids, positions and labels
+_LAYOUTS = ("zigzag", "contiguous")  # whose shards are whole chunks in the order of the sequence
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were compared with one process
 
 
@@ -52,6 +62,7 @@ def sequence_log_probs(
     layout: str = "zigzag",
     scheme: str = "ring",
     check: bool = True,
+    reproducible: bool = False,
 ) -> Any:
     """Return the log-probability that a causal language model gives to each token of rows that ranks share.
 
@@ -65,6 +76,9 @@ def sequence_log_probs(
     - layout, scheme: as in `context_parallel`.
     - check: before the first call with a model, its forward and backward are compared on up to 512 tokens of the
       longest row, whole and sharded, as `ringtile.check_first_batch` does.
+    - reproducible: the log-probabilities and entropies of a row are the same bits on any number of ranks, beside any
+      other rows, and with any padding behind it. It takes `ringtile.stream_layers`, whose chunks then hold tokens of
+      one row each; scheme "ulysses" and as many kv heads as ranks, or more; layout "zigzag" or "contiguous".
 
     Returns log_probs (B, S - 1) in float32 (float64 for a float64 model), the same bits on every rank: log_probs[b, t]
     is log softmax(logits / temperature) of token t + 1, given the tokens up to t. It is 0, and has no gradient, where
@@ -87,8 +101,9 @@ def sequence_log_probs(
         temperature = arguments.check_number("temperature", temperature)
         rows = _Rows.of(input_ids, attention_mask, completion_mask, position_ids)
         head = _Head.of(model)
-        if transport.world_size > 1:
+        if transport.world_size > 1 or reproducible:
             _check_positions(head.owner, input_ids.size(1))
+        chunk_tokens = _chunk_tokens(model, layout, scheme) if reproducible else None
     fields: dict[str, HeaderValue] = {
         "the shape of input_ids": str(tuple(input_ids.shape)),
         "temperature": temperature,
@@ -96,6 +111,7 @@ def sequence_log_probs(
         "layout": str(layout),
         "scheme": str(scheme),
         "check": bool(check),
+        "the tokens of a reproducible chunk": chunk_tokens or 0,
         "whether gradients are wanted": torch.is_grad_enabled(),
     }
     with transport.agree(_NAME, fields, input_ids.device, data=rows.checksum()):
@@ -103,7 +119,9 @@ def sequence_log_probs(
     if check and transport.world_size > 1 and head.owner not in _checked:
         rows.longest().check(model, head, group, layout, scheme)
         _checked.add(head.owner)
-    buffers, mask = rows.padded(layout, transport.world_size)
+    in_one = None if chunk_tokens is None else in_chunks(rows.held, chunk_tokens)
+    some = rows if in_one is None else rows.taken(in_one[0])
+    buffers, mask = some.padded(layout, transport.world_size, chunk_tokens)
     tokens = layout_of(layout, mask.seq_len, transport.world_size)
     block = context_parallel(
         group,
@@ -115,9 +133,37 @@ def sequence_log_probs(
         scheme=scheme,
     )
     with block, transport.propagate_errors(_NAME):
-        local = head.run(model, buffers, temperature, return_entropy)
-    full = tokens.unshard(local, 1, group)[:, : input_ids.size(1) - 1]
+        local = head.run(model, buffers, temperature, return_entropy, chunk_tokens)
+    full = tokens.unshard(local, 1, group)
+    if in_one is not None:
+        full = in_one[1].unshared(full[:, : in_one[1].num_tokens])
+    full = full[:, : input_ids.size(1) - 1]
     return full.unbind(-1) if return_entropy else full
+
+
+def _chunk_tokens(model: nn.Module, layout: str, scheme: str) -> int:
+    """Of the chunks in which the bits are the same on any number of ranks. InputError, RefusedError: they are not."""
+    if layout not in _LAYOUTS or scheme != "ulysses":
+        raise InputError(
+            f"reproducible is True, layout {shown(layout)} and scheme {shown(scheme)}, whose bits depend on the number "
+            f"of ranks; expected {' or '.join(_LAYOUTS)}, and ulysses"
+        )
+    if (found := chunk_tokens_of(model)) is None:
+        raise RefusedError(
+            "reproducible is True and the layers are not streamed, so that products have as many rows as a rank has "
+            "tokens; expected ringtile.stream_layers(model, stream_tokens) before"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _streaming(chunk_tokens: int | None) -> Iterator[None]:
+    """Inside, streamed layers attend over the sequence of the block that is entered, on each rank in chunks."""
+    sequence = entered()[-1].scope.sequence
+    assert sequence is not None  # the buffers' and the mask's
+    places, last = sequence.layout.positions(sequence.rank), sequence.seq_len - 1
+    with active(ShardedBatch(sequence, last + 1, last, None, places, chunk_tokens=chunk_tokens)):
+        yield
 
 
 class _Rows(NamedTuple):
@@ -200,11 +246,33 @@ class _Rows(NamedTuple):
         document = self.document[index : index + 1, tokens]
         return _Rows.of(found[0], document.to(self.input_ids.device), None, found[1])
 
-    def padded(self, layout: str, world_size: int) -> tuple[list[Tensor], IntervalMask]:
-        """Copies of input_ids, position_ids and labels, and the mask, of as many tokens as the layout needs or more."""
-        padding = max(0, Layout.multiple(layout, world_size) - self.input_ids.size(1))
-        values = (0, 0, _IGNORE)
-        copies = [functional.pad(x, (0, padding), value=v).clone() for x, v in zip(self[:3], values, strict=True)]
+    @property
+    def held(self) -> Tensor:
+        """bool CPU (B, S): what is no padding."""
+        if self.document is None:
+            return torch.ones(self.input_ids.shape, dtype=torch.bool, device="cpu")
+        return self.document > 0
+
+    def taken(self, places: Tensor) -> _Rows:
+        """One row of the tokens at these places (T,) of the flattened rows; -1: padding. Rows become documents."""
+        held = self.held.long() if self.document is None else self.document
+        numbers = torch.arange(len(held), device="cpu")[:, None] * int(held.max() + 1) + held
+        documents = functional.pad(torch.where(held > 0, numbers, 0).flatten(), (0, 1))[places][None]
+        mask = IntervalMask.causal(len(places)) & IntervalMask.from_padding(documents)
+        on_device, given = to_device(places, self.input_ids.device), zip(self[:3], _PADDING, strict=True)
+        columns = [functional.pad(x.expand_as(self.input_ids).flatten(), (0, 1), value=v) for x, v in given]
+        input_ids, position_ids, labels = (x[on_device][None] for x in columns)
+        return _Rows(input_ids, position_ids, labels, documents, mask)
+
+    def padded(
+        self, layout: str, world_size: int, chunk_tokens: int | None = None
+    ) -> tuple[list[Tensor], IntervalMask]:
+        """Copies of input_ids, position_ids and labels, and the mask, of as many tokens as the layout needs or more;
+        on each rank of whole chunks."""
+        multiple, seq_len = Layout.multiple(layout, world_size), self.input_ids.size(1)
+        padding = max(0, multiple - seq_len) if chunk_tokens is None else -seq_len % (multiple * chunk_tokens)
+        given = zip(self[:3], _PADDING, strict=True)
+        copies = [functional.pad(x, (0, padding), value=v).clone() for x, v in given]
         return copies, self.mask.padded(padding)
 
     def check(self, model: nn.Module, head: _Head, group: Group, layout: str, scheme: str) -> None:
@@ -253,7 +321,14 @@ class _Head(NamedTuple):
             raise RefusedError("the weights are ZeRO-3's; expected DDP, FSDP2, or no engine")
         return cls(owner, head)
 
-    def run(self, model: nn.Module, buffers: list[Tensor], temperature: float, return_entropy: bool) -> Tensor:
+    def run(
+        self,
+        model: nn.Module,
+        buffers: list[Tensor],
+        temperature: float,
+        return_entropy: bool,
+        chunk_tokens: int | None = None,
+    ) -> Tensor:
         """Of what `_Rows.padded` returns, whole or sharded: log_probs (B, N); or, with entropies, (B, N, 2).
 
         The model is called as it is, so that its engine's hooks run.
@@ -267,7 +342,7 @@ class _Head(NamedTuple):
                     f"{type(owner).__name__} returns no logits of its output projection; expected them alone, or in "
                     "`logits` of what it returns (return_dict=True in transformers)"
                 )
-            found = self._log_probs(logits, labels, temperature, return_entropy)
+            found = self._log_probs(logits, labels, temperature, return_entropy, chunk_tokens)
             if output is logits:
                 return found
             output.logits = found
@@ -276,8 +351,11 @@ class _Head(NamedTuple):
         # Before the hooks of FSDP2, which look for tensors in the output and free gathered weights.
         handle = self.owner.register_forward_hook(replace, prepend=True)
         self.projection.forward = MethodType(TiledLogits, self.projection)  # type: ignore[method-assign]
+        is_streamed = chunk_tokens_of(model) is not None
+        masks = {"attention_mask": empty_mask(input_ids.size(0), input_ids.device)} if is_streamed else {}
         try:
-            output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+            with _streaming(chunk_tokens) if is_streamed else contextlib.nullcontext():
+                output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **masks)
         finally:
             del self.projection.forward
             handle.remove()
@@ -289,7 +367,14 @@ class _Head(NamedTuple):
             )
         return result
 
-    def _log_probs(self, logits: TiledLogits, labels: Tensor, temperature: float, return_entropy: bool) -> Tensor:
+    def _log_probs(
+        self,
+        logits: TiledLogits,
+        labels: Tensor,
+        temperature: float,
+        return_entropy: bool,
+        chunk_tokens: int | None,
+    ) -> Tensor:
         head = self.projection
         if isinstance(head, FSDPModule):
             head.unshard()  # freed after its forward, if it is in a group of its own; the backward frees it again
@@ -299,6 +384,7 @@ class _Head(NamedTuple):
             logit_scale=float(logits.scale),
             softcap=float(logits.softcap or 0),
             return_entropy=return_entropy,
+            chunk_tokens=chunk_tokens,
         )
         return torch.stack(found, dim=-1) if return_entropy else found
 

@@ -40,6 +40,7 @@ def tiled_log_probs(
     tile_tokens: int | None = None,
     group: Group | None = None,
     return_entropy: bool = False,
+    chunk_tokens: int | None = None,
 ) -> Any:
     """Return log_softmax(x / temperature)[label] of each token; only the logits of one tile exist at a time.
 
@@ -50,7 +51,8 @@ def tiled_log_probs(
     their logits are not computed. Differentiable once, with respect to hidden, weight and bias, by both results.
 
     log_probs are the same bits with gradients and without, and with entropies and without. So exp(new - old) is exactly
-    1 for weights that have not changed, if both calls have the same tokens, labels and tiles.
+    1 for weights that have not changed, if both calls have the same tokens, labels and tiles; or, of one row, where no
+    tile has tokens of two chunks of chunk_tokens tokens, the same chunks.
 
     InputError: a temperature that is not above 0. Raises what `tiled_linear_cross_entropy` raises.
     """
@@ -64,7 +66,7 @@ def tiled_log_probs(
         softcap = arguments.check_number("softcap", softcap) / temperature
     call = LossCall(hidden, weight, labels, bias, "none", ignore_index, logit_scale=logit_scale, softcap=softcap)
     kind = _WithEntropy if return_entropy else Job
-    outputs = tiled_outputs(kind, call._replace(tile_tokens=tile_tokens, group=group))
+    outputs = tiled_outputs(kind, call._replace(tile_tokens=tile_tokens, group=group, chunk_tokens=chunk_tokens))
     if not return_entropy:
         return -outputs
     loss, entropy = outputs.unbind(-1)

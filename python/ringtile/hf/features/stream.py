@@ -118,6 +118,12 @@ def install(base: PreTrainedModel, stream_tokens: int, patches: Patches) -> None
         patches.set(module, STREAMED, None)
 
 
+def chunk_tokens_of(model: nn.Module) -> int | None:
+    """The tokens of a chunk of the layers; None: they are not streamed."""
+    forwards = (getattr(vars(module).get("forward"), "__func__", None) for module in model.modules())
+    return next((forward.tokens for forward in forwards if isinstance(forward, _StreamedLayer)), None)
+
+
 def find_layers(base: PreTrainedModel) -> dict[str, nn.Module]:
     """The layers of a text model, by name: of transformers' GradientCheckpointingLayer, those that are in no other."""
     found: dict[str, nn.Module] = {}
@@ -292,7 +298,10 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a chunk, or of a whole layer under a mask that `draw_mask` has drawn -> (B, N, H, Dv); transformers'
-    own where it has drawn none. RefusedError: an option that may change the scores, or dropout."""
+    own where it has drawn none; of a batch that is sharded, the ranks'. RefusedError: an option that may change the
+    scores, or dropout."""
+    if active_batch() is not None:
+        return attention.attention_forward(module, query, key, value, attention_mask, **options)
     chunk, sequence = running_chunk(), _sequence_of(attention_mask, options)
     if sequence is None:
         if chunk is None:

@@ -9,6 +9,7 @@ Shape letters: B rows, S tokens of a row, T tokens of the tree.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.tree import nodes, tree_position_ids
 
+_TILE_KEYS = 128  # as in csrc/attn/query_tile.h
 _SHARED = ("input_ids", "attention_mask", "position_ids", "labels")
 
 
@@ -53,12 +55,32 @@ class SharedRows:
 
     @property
     def mask(self) -> IntervalMask:
+        if max(self.parents, default=-1) < 0:
+            return IntervalMask.documents(self.lengths)
         return IntervalMask.tree(self.parents, self.lengths)
 
     def unshared(self, of_tree: Tensor) -> Tensor:
         """(1, T, ...) -> (B, S, ...); 0 for padding. Differentiable: gradients of a token of several rows add up."""
         padding = of_tree.new_zeros(1, *of_tree.shape[2:])
         return torch.cat([of_tree[0], padding])[to_device(self.places, of_tree.device)]
+
+
+def in_chunks(held: Tensor, chunk_tokens: int) -> tuple[Tensor, SharedRows]:
+    """Rows one after another, without their padding, each from the beginning of a chunk and of a kernel's tile of keys
+    on. So what both hold depends on one row alone, and on neither the others nor the padding.
+
+    held: bool (B, S) on the host, the tokens. Returns int64 (T,), the place of each token in the flattened rows, -1 for
+    what fills up a row's last chunk; and where the rows have gone.
+    """
+    multiple = math.lcm(chunk_tokens, _TILE_KEYS)
+    lengths = -(-held.sum(1) // multiple) * multiple
+    if not lengths.any():
+        lengths[0] = multiple
+    num_tokens, firsts = int(lengths.sum()), lengths.cumsum(0) - lengths
+    places = torch.where(held, firsts[:, None] + held.long().cumsum(1) - 1, num_tokens)
+    taken = torch.full((num_tokens,), -1, device="cpu")
+    taken[places[held]] = held.flatten().nonzero()[:, 0]
+    return taken, SharedRows(places, [-1] * len(lengths), lengths.tolist())
 
 
 def share(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[str, Any], SharedRows]:

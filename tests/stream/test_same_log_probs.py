@@ -1,0 +1,150 @@
+"""`sequence_log_probs(reproducible=True)`: the bits of a row on any number of ranks, beside any rows and padding."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from typing import Any
+
+import pytest
+import ringtile
+import torch
+import torch.distributed as dist
+from hf_models import tiny_model
+from pool import run_ranks
+from test_sequence_log_probs import ROWS, assert_equal, averaged, loss_of, one_process
+from torch import Tensor
+from torch.nn import functional
+
+CHUNK = 16
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 16, "num_key_value_heads": 8}
+LENGTHS = [161, 38, 16]
+OPTIONS: dict[str, Any] = {"scheme": "ulysses", "reproducible": True, "return_entropy": True, "temperature": 0.9}
+Row = tuple[Tensor, Tensor]  # log-probs and entropies of its tokens
+
+
+def model_of(family: str, dtype: str, checkpointing: bool = False) -> Any:
+    model = tiny_model(family, **(SIZES | {"max_position_embeddings": 512})).train().to(getattr(torch, dtype))
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    ringtile.stream_layers(model, CHUNK)
+    return model
+
+
+def rows() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, 96, (length,), generator=generator) for length in LENGTHS]
+
+
+def of_batch(model: Any, chosen: list[int], padding: int, before: int = 0, **options: Any) -> list[Row]:
+    """Of some rows as one batch, padded to the longest and by so many tokens more, of which some are before."""
+    some = [rows()[i] for i in chosen]
+    length = max(map(len, some)) + padding + before
+    ends = [(before, length - len(row) - before) for row in some]
+    ids = torch.stack([functional.pad(row, end) for row, end in zip(some, ends, strict=True)])
+    mask = torch.stack([functional.pad(torch.ones_like(row), end) for row, end in zip(some, ends, strict=True)])
+    group = dist.group.WORLD if dist.is_initialized() else None
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found = ringtile.sequence_log_probs(
+        model, ids, group, attention_mask=mask, position_ids=positions, **OPTIONS, **options
+    )
+    return [
+        tuple(x.detach()[i, before : before + len(row) - 1].clone() for x in found)  # type: ignore[misc]
+        for i, row in enumerate(some)
+    ]
+
+
+def ways(family: str, dtype: str, layout: str) -> dict[str, list[Row]]:
+    """The rows in batches of several shapes, without gradients and in training. Run it on every rank."""
+    model, found, options = model_of(family, dtype), {}, {"layout": layout, "check": False}
+    with torch.no_grad():
+        found["old"] = of_batch(model.eval(), [0, 1], 0, **options)
+        found["in another order, padded"] = of_batch(model, [1, 2, 0], 37, 5, **options)[::-2]
+    found["new"] = of_batch(model_of(family, dtype, checkpointing=True), [0, 1], 0, **options)
+    return found
+
+
+@functools.cache
+def reference(family: str, dtype: str) -> list[Row]:
+    """Each row alone, in one process."""
+    with torch.no_grad():
+        model = model_of(family, dtype)
+        return [of_batch(model, [i], 0, layout="contiguous")[0] for i in range(2)]
+
+
+SHORT = {("llama", "bfloat16", "zigzag", 2), ("mixtral", "float32", "contiguous", 4)}
+CASES = [
+    pytest.param(*case, marks=[] if case in SHORT else [pytest.mark.long])
+    for case in itertools.product(("llama", "mixtral"), ("float32", "bfloat16"), ("contiguous", "zigzag"), (1, 2, 4, 8))
+]
+
+
+@pytest.mark.parametrize(("family", "dtype", "layout", "world"), CASES)
+def test_ratio_is_exactly_one(family: str, dtype: str, layout: str, world: int) -> None:
+    expected = reference(family, dtype)
+    for rank in run_ranks(world, ways, family, dtype, layout, timeout=200.0):
+        for name, found in rank.items():
+            for row, (got, wanted) in enumerate(zip(found, expected, strict=True)):
+                assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True)), (name, row)
+
+
+def streamed_rows_are_exact() -> None:
+    for options in ({"check": True}, {"scheme": "ulysses", "reproducible": True}):
+        for name in ("padding left and right", "packed documents", "padding alone"):
+            model, given = tiny_model().double().train(), ROWS[name]()
+            oracle, params = one_process(model, given), list(model.parameters())
+            loss = loss_of(*oracle)
+            exact: Any = [torch.zeros_like(p) for p in params]
+            if loss.requires_grad:
+                exact = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+            ringtile.stream_layers(model, 8)
+            ours = ringtile.sequence_log_probs(
+                *(model, given.input_ids, dist.group.WORLD),
+                attention_mask=given.attention_mask,
+                temperature=0.8,
+                return_entropy=True,
+                **options,
+            )
+            assert_equal(list(ours), list(oracle), 1e-5)  # of float32 norms, as in test_sequence_log_probs.py
+            loss_of(*ours).backward()
+            assert_equal(averaged(model), list(exact), 1e-5)
+
+
+def test_rows_and_gradients_of_streamed_layers_equal_one_process() -> None:
+    run_ranks(2, streamed_rows_are_exact)
+
+
+# ---- refused ------------------------------------------------------------------------------------
+
+
+def refused(streamed: bool, **options: Any) -> str:
+    model = model_of("llama", "float32") if streamed else tiny_model()
+    with pytest.raises(ringtile.RingtileError) as error:
+        ringtile.sequence_log_probs(model, rows()[0][None], **{**OPTIONS, **options})
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("streamed", "options", "reason"),
+    [
+        (False, {}, "the layers are not streamed, .* expected ringtile.stream_layers"),
+        (True, {"scheme": "ring"}, "scheme 'ring', whose bits depend on the number of ranks; expected .* ulysses"),
+        (True, {"layout": "striped"}, "layout 'striped' .* expected zigzag or contiguous"),
+    ],
+)
+def test_refused(streamed: bool, options: dict[str, Any], reason: str) -> None:
+    assert re.search(reason, refused(streamed, **options))
+
+
+def too_few_heads() -> str:
+    model = tiny_model(num_key_value_heads=1)
+    ringtile.stream_layers(model, CHUNK)
+    with pytest.raises(ringtile.RefusedError) as error:
+        ringtile.sequence_log_probs(model, rows()[0][None], dist.group.WORLD, **OPTIONS, check=False)
+    return str(error.value)
+
+
+def test_more_ranks_than_heads_of_keys_are_refused() -> None:
+    for message in run_ranks(2, too_few_heads):
+        assert "has 1 heads of keys, some of which 2 ranks would share" in message
