@@ -12,6 +12,7 @@ import ringtile
 import torch
 import torch.distributed as dist
 from hf_models import tiny_model
+from hf_rollouts import make_rollouts
 from pool import run_ranks
 from test_sequence_log_probs import ROWS, assert_equal, averaged, loss_of, one_process
 from torch import Tensor
@@ -113,6 +114,67 @@ def streamed_rows_are_exact() -> None:
 
 def test_rows_and_gradients_of_streamed_layers_equal_one_process() -> None:
     run_ranks(2, streamed_rows_are_exact)
+
+
+# ---- TRL ----------------------------------------------------------------------------------------
+
+
+def grpo_step(world: int, dtype: str) -> dict[str, list[Tensor]]:
+    """Old and new log-probs of the batches of a step, those of the reference, entropies and losses. On every rank."""
+    model = tiny_model(**SIZES).train().to(getattr(torch, dtype))
+    trainer: Any = make_rollouts(
+        group=world,
+        made=lambda: {"model": model},
+        **{"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 1},
+        **{"beta": 0.1, "per_device_train_batch_size": 4, "max_grad_norm": 0.0},
+    )
+    config = {"stream": True, "tiled_loss": True, "reproducible": True, "tile_tokens": CHUNK}
+    ringtile.enable(trainer, config | {"context_parallel_size": world, "first_batch_check": False})
+    found: dict[str, list[Tensor]] = {name: [] for name in ("new", "entropy", "old", "reference", "loss")}
+    compute, log_probs_of = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
+
+    def compute_loss(model: Any, inputs: dict[str, Any]) -> Tensor:
+        found["old"].append(inputs["old_per_token_logps"])
+        found["reference"].append(inputs["ref_per_token_logps"])
+        trainer._get_per_token_logps_and_entropies = log_probs
+        loss = compute(model, inputs)
+        trainer._get_per_token_logps_and_entropies = log_probs_of
+        found["loss"].append(loss.detach())
+        return loss
+
+    def log_probs(*args: Any, **kwargs: Any) -> Any:
+        result = log_probs_of(*args, **kwargs)
+        found["new"].append(result[0].detach())
+        found["entropy"].append(result[1].detach())
+        return result
+
+    trainer._compute_loss = compute_loss
+    trainer.train()
+    ringtile.restore(trainer)
+    return found
+
+
+_steps: dict[str, dict[str, list[Tensor]]] = {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "world"),
+    [
+        ("bfloat16", 2),
+        pytest.param("float32", 2, marks=pytest.mark.long),
+        pytest.param("float32", 4, marks=pytest.mark.long),
+        pytest.param("bfloat16", 4, marks=pytest.mark.long),
+    ],
+)
+def test_grpo_begins_with_ratios_of_one(dtype: str, world: int) -> None:
+    if dtype not in _steps:
+        _steps[dtype] = grpo_step(1, dtype)
+    expected = _steps[dtype]
+    assert len(expected["new"]) == 2
+    assert all(torch.equal(new, old) and new.any() for new, old in zip(expected["new"], expected["old"], strict=True))
+    for rank in run_ranks(world, grpo_step, world, dtype, timeout=300.0):
+        different = [name for name in expected if not all(map(torch.equal, rank[name], expected[name]))]
+        assert not different
 
 
 # ---- refused ------------------------------------------------------------------------------------

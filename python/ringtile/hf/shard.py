@@ -108,6 +108,9 @@ class Sharding:
                 raise _no_tree(self._trainer)
             given, rows = share(given, given.get("position_ids", positions))
             positions = None
+        elif self._config.reproducible and self._shares_rows and not is_tree and not whole:
+            given, rows = share(given, given.get("position_ids", positions), self._chunk_tokens())
+            positions = None
         local, batch = shard_batch(
             given,
             self.reading,

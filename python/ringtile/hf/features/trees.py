@@ -83,28 +83,31 @@ def in_chunks(held: Tensor, chunk_tokens: int) -> tuple[Tensor, SharedRows]:
     return taken, SharedRows(places, [-1] * len(lengths), lengths.tolist())
 
 
-def share(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[str, Any], SharedRows]:
-    """A batch of one row, the tree, and where its tokens come from.
+def share(
+    inputs: Mapping[str, Any], position_ids: Tensor | None, chunk_tokens: int | None = None
+) -> tuple[dict[str, Any], SharedRows]:
+    """A batch of one row, the tree, and where its tokens come from; with chunk_tokens, of rows `in_chunks`.
 
     inputs: `input_ids` (B, S), maybe `attention_mask`, `labels`. position_ids (B or 1, S): those of the rows; None:
     they are counted from 0. The batch gets `shift_labels` where it had labels.
     Raises RefusedError for other keys, and rows with holes.
     """
+    key = "shared_prefix" if chunk_tokens is None else "reproducible"
     for name, value in inputs.items():
         if isinstance(value, Tensor) and name not in _SHARED:
             raise RefusedError(
-                f"shared_prefix: the batch holds {name}; expected rows of one sequence each, with input_ids, "
-                "attention_mask, position_ids and labels: set shared_prefix: false"
+                f"{key}: the batch holds {name}; expected rows of one sequence each, with input_ids, "
+                f"attention_mask, position_ids and labels: set {key}: false"
             )
     ids, mask, labels = (inputs.get(name) for name in ("input_ids", "attention_mask", "labels"))
     if ids is None:
-        raise RefusedError("shared_prefix: the batch holds no input_ids, by which rows are compared; set it to false")
+        raise RefusedError(f"{key}: the batch holds no input_ids, by which rows are compared; set it to false")
     num_rows, seq_len = ids.shape
     targets = None if labels is None else functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
     if position_ids is None:
         position_ids = torch.arange(seq_len, device=ids.device)[None]
     if position_ids.dim() != 2:
-        raise RefusedError(f"shared_prefix: position_ids are {tuple(position_ids.shape)}; expected (B, S), as of text")
+        raise RefusedError(f"{key}: position_ids are {tuple(position_ids.shape)}; expected (B, S), as of text")
     columns = {"input_ids": ids, "position_ids": position_ids.expand(num_rows, -1)}
     columns |= {} if targets is None else {"shift_labels": targets}
     held = torch.ones_like(ids) if mask is None else mask
@@ -113,17 +116,22 @@ def share(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict[
     firsts, counts = held.int().argmax(1).tolist(), held.sum(1).tolist()
     for row, (first, count) in enumerate(zip(firsts, counts, strict=True)):
         if not held[row, first : first + count].all():
-            raise RefusedError(f"shared_prefix: row {row} has padding between its tokens; expected it at its ends")
+            raise RefusedError(f"{key}: row {row} has padding between its tokens; expected it at its ends")
     steps = keys[..., 1].diff(dim=1)
     if bool(((steps != 1) & held[:, 1:] & held[:, :-1]).any()):
         raise RefusedError(
-            "shared_prefix: position_ids start again in a row, of packed documents; expected one sequence a row"
+            f"{key}: position_ids start again in a row, of packed documents; expected one sequence a row"
         )
-    rows = [keys[row, first : first + count] for row, (first, count) in enumerate(zip(firsts, counts, strict=True))]
-    shared, found = SharedRows(places=torch.full((num_rows, seq_len), -1)), list[Tensor]()
-    _grow(shared, rows, list(range(num_rows)), 0, -1, firsts, found)
-    taken = torch.cat(found) if found else keys[:0, 0]
-    shared.finish()
+    if chunk_tokens is not None:
+        places, shared = in_chunks(held, chunk_tokens)
+        padding = torch.tensor([[0, 0, IGNORE_INDEX][: keys.size(2)]], device="cpu")
+        taken = torch.cat([keys.flatten(0, 1), padding])[places]
+    else:
+        rows = [keys[row, first : first + count] for row, (first, count) in enumerate(zip(firsts, counts, strict=True))]
+        shared, found = SharedRows(places=torch.full((num_rows, seq_len), -1)), list[Tensor]()
+        _grow(shared, rows, list(range(num_rows)), 0, -1, firsts, found)
+        taken = torch.cat(found) if found else keys[:0, 0]
+        shared.finish()
     batch = {name: value for name, value in inputs.items() if name not in ("labels", "attention_mask", *columns)}
     return batch | {
         name: column[None].to(device=ids.device, dtype=columns[name].dtype)
