@@ -131,6 +131,46 @@ def test_same_bits(family: str, dtype: str, kind: str, layout: str, world: int) 
     assert not different
 
 
+def evaluated(world: int, dtype: str, kind: str, layout: str) -> tuple[float, Any]:
+    """The loss of an evaluation, and its logits. On every rank."""
+    enter_world()
+    model = tiny_model(**(SIZES | {"max_position_embeddings": 512})).to(getattr(torch, dtype))
+    collator = Padded("left") if kind == "padded" else packed
+    trainer = make_trainer(model=model, collator=collator, per_device_eval_batch_size=2)
+    config = {"context_parallel_size": world, "layout": layout, "first_batch_check": False}
+    ringtile.enable(trainer, CONFIG | config)
+    head, multiply = model.get_output_embeddings(), nn.functional.linear
+
+    def linear(x: Tensor, weight: Tensor, *bias: Any) -> Tensor:
+        assert weight is not head.weight or x.size(1) == CHUNK  # as in `whole`
+        return multiply(x, weight, *bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "linear", linear)
+        found = trainer.predict(rows([TOKENS, TOKENS - 9, 40, 61]))
+    ringtile.restore(trainer)
+    return found.metrics["test_loss"], found.predictions
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype", "kind", "layout"),
+    [
+        (2, "bfloat16", "padded", "zigzag"),
+        *(
+            pytest.param(world, dtype, kind, "contiguous", marks=pytest.mark.long)
+            for world in (2, 4, 8)
+            for dtype in ("float32", "bfloat16")
+            for kind in ("padded", "packed")
+        ),
+    ],
+)
+def test_evaluation_has_the_same_bits(world: int, dtype: str, kind: str, layout: str) -> None:
+    loss, logits = evaluated(1, dtype, kind, "contiguous")
+    for of_rank in run_ranks(world, evaluated, world, dtype, kind, layout, timeout=200.0):
+        assert of_rank[0] == loss
+        assert (of_rank[1] == logits).all()
+
+
 # ---- refused ------------------------------------------------------------------------------------
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import sys
 from typing import Any
 
 import pytest
 import ringtile
 import torch
 import torch.distributed as dist
+import trl.kernels.chunked_logprob
 from hf_models import tiny_model
 from hf_rollouts import make_rollouts
 from pool import run_ranks
@@ -22,6 +24,7 @@ CHUNK = 16
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 16, "num_key_value_heads": 8}
 LENGTHS = [161, 38, 16]
 OPTIONS: dict[str, Any] = {"scheme": "ulysses", "reproducible": True, "return_entropy": True, "temperature": 0.9}
+TRAINED = {"stream": True, "tiled_loss": True, "reproducible": True, "tile_tokens": CHUNK}
 Row = tuple[Tensor, Tensor]  # log-probs and entropies of its tokens
 
 
@@ -30,7 +33,14 @@ def model_of(family: str, dtype: str, checkpointing: bool = False) -> Any:
     if checkpointing:
         model.gradient_checkpointing_enable()
     ringtile.stream_layers(model, CHUNK)
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(check_rows)
     return model
+
+
+def check_rows(module: Any, args: tuple[Tensor, ...]) -> None:
+    """Products of other numbers of rows have other bits, of some sizes and on some CPUs."""
+    assert args[0].shape[:2] == (1, CHUNK)
 
 
 def rows() -> list[Tensor]:
@@ -128,8 +138,10 @@ def grpo_step(world: int, dtype: str) -> dict[str, list[Tensor]]:
         **{"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 1},
         **{"beta": 0.1, "per_device_train_batch_size": 4, "max_grad_norm": 0.0},
     )
-    config = {"stream": True, "tiled_loss": True, "reproducible": True, "tile_tokens": CHUNK}
-    ringtile.enable(trainer, config | {"context_parallel_size": world, "first_batch_check": False})
+    ringtile.enable(trainer, TRAINED | {"context_parallel_size": world, "first_batch_check": False})
+    assert trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE == CHUNK
+    for layer in [*model.model.layers, *trainer.ref_model.model.layers]:
+        layer.mlp.register_forward_pre_hook(check_rows)
     found: dict[str, list[Tensor]] = {name: [] for name in ("new", "entropy", "old", "reference", "loss")}
     compute, log_probs_of = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
 
@@ -197,6 +209,20 @@ def refused(streamed: bool, **options: Any) -> str:
 )
 def test_refused(streamed: bool, options: dict[str, Any], reason: str) -> None:
     assert re.search(reason, refused(streamed, **options))
+
+
+def test_a_reference_that_zero_has_prepared_is_refused() -> None:
+    trainer: Any = make_rollouts(beta=0.1)
+    next(trainer.ref_model.parameters()).ds_id = 0
+    with pytest.raises(ringtile.RefusedError, match=r"ZeRO-3 has prepared a second LlamaForCausalLM .* or adapters"):
+        ringtile.enable(trainer, TRAINED)
+
+
+def test_a_head_of_another_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_rollouts()
+    monkeypatch.delitem(sys.modules, "trl.kernels.chunked_logprob")
+    with pytest.raises(ringtile.RefusedError, match=r"GRPOTrainer has no .* expected trl >= 1.16"):
+        ringtile.enable(trainer, TRAINED)
 
 
 def too_few_heads() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -66,12 +67,29 @@ class ShardedLoss(abc.ABC):
     def check(self) -> None:
         """Raises RefusedError when the loss would differ from that of one process. Runs before anything is changed."""
 
+    def _same_tiles_of_head(self) -> None:
+        """The tiles of TRL's fused head, of all tokens and not of the labels, are chunks or even parts of one."""
+        if not any(cls.__module__.startswith("trl.") for cls in type(self.trainer).__mro__):
+            return
+        if (kernels := sys.modules.get("trl.kernels.chunked_logprob")) is None:
+            raise RefusedError(
+                f"reproducible: {type(self.trainer).__name__} has no trl.kernels.chunked_logprob, whose tiles would be "
+                f"chunks; expected trl >= 1.16"
+            )
+        count = -(-self.config.tile_tokens // kernels.TOKEN_CHUNK_SIZE)
+        while self.config.tile_tokens % count:
+            count += 1
+        self.patches.set(kernels, "TOKEN_CHUNK_SIZE", self.config.tile_tokens // count)
+        self.patches.set(sys.modules["trl.trainer.utils"], "_use_triton", lambda device: False)
+
     @abc.abstractmethod
     def install_loss(self) -> None:
         """Replaces what it must: the loss, the prediction step, the number of items, the model's hooks."""
 
     def install(self) -> None:
         self.patches.wrap(self.trainer, "_prepare_context_parallel_inputs", self._leave_inputs)
+        if self.config.reproducible:
+            self._same_tiles_of_head()
         if self.group.size > 1:
             self.groups.install()
         self.install_loss()

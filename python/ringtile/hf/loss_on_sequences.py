@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -57,8 +56,6 @@ class LossOnSequences(ShardedLoss):
     def install_loss(self) -> None:
         trainer = self.trainer
         self.in_step = False  # inside compute_loss or prediction_step
-        if self.config.reproducible:
-            self._same_tiles_of_head()
         for name in ("compute_loss", "prediction_step"):
             self.patches.wrap(trainer, name, self._in_step)
         self.proved, self.entry = self.hook(self.model)
@@ -71,6 +68,11 @@ class LossOnSequences(ShardedLoss):
         wrapped = model.receiver(self.trainer.accelerator.unwrap_model(wrapped))
         base = model.base_model(wrapped)
         if self.config.reproducible and base is not self.base:  # a reference, or a teacher
+            if any(hasattr(weight, "ds_id") for weight in base.parameters()):
+                raise RefusedError(
+                    f"reproducible: ZeRO-3 has prepared a second {type(base).__name__} before its layers are streamed; "
+                    f"expected another engine, or adapters, which are their own reference"
+                )
             stream.install(base, self.config.tile_tokens, self.patches)
         self.switch_model(wrapped, base)
         if not model.reads_rows(base):
@@ -83,16 +85,6 @@ class LossOnSequences(ShardedLoss):
     def loss_entry(self, wrapped: nn.Module, base: PreTrainedModel) -> nn.Module:
         """The module whose forward the loss calls."""
         return wrapped
-
-    def _same_tiles_of_head(self) -> None:
-        """The tiles of TRL's fused head, of all tokens and not of the labels, are chunks or even parts of one."""
-        if (kernels := sys.modules.get("trl.kernels.chunked_logprob")) is None:
-            return  # without TRL, there is none
-        count = -(-self.config.tile_tokens // kernels.TOKEN_CHUNK_SIZE)
-        while self.config.tile_tokens % count:
-            count += 1
-        self.patches.set(kernels, "TOKEN_CHUNK_SIZE", self.config.tile_tokens // count)
-        self.patches.set(sys.modules["trl.trainer.utils"], "_use_triton", lambda device: False)
 
     def _in_step(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """compute_loss or prediction_step, inside which the models' hooks shard and unshard."""

@@ -192,7 +192,11 @@ def _head_forward(
     if loss is not None:
         return loss(hidden, head.weight, head.bias)
     if not head.training or tile_limit() == 0:
-        return nn.Linear.forward(head, hidden) if in_parts is None else in_parts(hidden)
+        batch = active_batch()
+        if in_parts is not None or batch is None or batch.chunk_tokens is None:
+            return nn.Linear.forward(head, hidden) if in_parts is None else in_parts(hidden)
+        chunks = tiles(hidden.size(1), batch.chunk_tokens)
+        return torch.cat([nn.Linear.forward(head, hidden[:, chunk]) for chunk in chunks], dim=1)
     for hooks in (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks):
         for hook in hooks.values():
             if not (getattr(hook, "__module__", None) or "").startswith(_SHARDING):
@@ -219,7 +223,14 @@ def tiled_causal_lm_loss(
     **kwargs: Any,
 ) -> Tensor:
     """transformers' ForCausalLMLoss, tiled: the same arguments, label shift, and mean or sum over items."""
+    batch = active_batch()
+    if batch is not None and batch.chunk_tokens is None:
+        batch = None
     if not isinstance(logits, TiledLogits):
+        if batch is not None and shift_labels is not None and num_items_in_batch is not None:
+            of_tokens = logits.float().flatten(0, -2), shift_labels.flatten().to(logits.device)
+            losses = nn.functional.cross_entropy(*of_tokens, ignore_index=ignore_index, reduction="none")
+            return (_total(batch, losses) / num_items_in_batch).to(losses.dtype)
         plain: Tensor = ForCausalLMLoss(
             logits,
             labels,
@@ -250,7 +261,7 @@ def tiled_causal_lm_loss(
         "num_items": num_items_in_batch,
         "tile_tokens": min(tile_tokens, tile_limit() or tile_tokens),
     }
-    if (batch := active_batch()) is not None and batch.chunk_tokens is not None:
+    if batch is not None:
         options |= {"chunk_tokens": batch.chunk_tokens, "total": functools.partial(_total, batch)}
     labels, head = shift_labels.reshape(logits.shape[:-1]).to(logits.device), logits.head
 
