@@ -3,11 +3,13 @@
 import glob
 import json
 import pathlib
+import re
 import string
 import subprocess
 from collections.abc import Callable
 
 import pytest
+import torch
 from pool import run_command
 from ringtile.cli.recipe import Recipe
 from ringtile.cli.verify import default_data
@@ -37,7 +39,11 @@ def _break_scale() -> None:
 
 
 def _verify(
-    tmp_path: pathlib.Path, model_type: str, prepare: Callable[[], None] | None = None, **keys: object
+    tmp_path: pathlib.Path,
+    model_type: str,
+    prepare: Callable[[], None] | None = None,
+    options: tuple[str, ...] = (),
+    **keys: object,
 ) -> tuple[subprocess.CompletedProcess[str], pathlib.Path]:
     config, result = tmp_path / "run.yaml", tmp_path / "verify.json"
     model = {"model_type": model_type, **SIZES}
@@ -47,7 +53,7 @@ def _verify(
     mapping = {"model": model, "context_parallel_size": 2, "training": training, "data": data, **keys}
     config.write_text(json.dumps(mapping))
     cache = {"HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    done = run_command(2, "verify", str(config), "--json", str(result), prepare=prepare, variables=cache)
+    done = run_command(2, "verify", *options, str(config), "--json", str(result), prepare=prepare, variables=cache)
     return done, result
 
 
@@ -94,6 +100,49 @@ def test_broken_scale_is_found(tmp_path):
     assert "verdict: NOT the same numbers" in done.stdout
     different = [row["name"] for row in json.loads(result.read_text())["rows"] if row["difference"] > row["limit"]]
     assert different == ["loss of 5 training steps", "gradient norm of 5 training steps"]
+
+
+BITS = {"stream": True, "tiled_loss": True, "reproducible": True, "tile_tokens": 64}
+
+
+def _disturb() -> None:
+    """Adds an ulp to what the second layer is given, where ranks share a sequence."""
+    from ringtile.hf.features import stream
+
+    original = stream.run_chunks
+
+    def run_chunks(name: str, module: object, forward: object, x: torch.Tensor, *args: object, **options: object):
+        if name.endswith("1") and stream.active_batch().sequence.world_size > 1:
+            x = x * (1 + 2.0**-23)
+        return original(name, module, forward, x, *args, **options)
+
+    stream.run_chunks = run_chunks
+
+
+@pytest.mark.timeout(240)
+def test_bits_are_verified(tmp_path):
+    done, result = _verify(tmp_path, "llama", options=("--bits",), **BITS)
+    assert done.returncode == 0, done.stderr
+    assert "verdict: the same bits" in done.stdout
+    assert json.loads(result.read_text())["rows"] == ["model.layers.0", "model.layers.1", "loss"]
+
+
+@pytest.mark.timeout(240)
+def test_other_bits_are_named(tmp_path):
+    done, result = _verify(tmp_path, "llama", _disturb, options=("--bits",), **BITS)
+    assert done.returncode == 1, done.stderr
+    assert "verdict: NOT the same bits" in done.stdout
+    different = json.loads(result.read_text())["different"]
+    assert next(iter(different)) == "model.layers.1"
+    assert re.match(r"\[0, 0, \d+\] is \S+, in one process ", different["model.layers.1"])
+
+
+@pytest.mark.parametrize("keys", [{}, BITS | {"context_parallel_size": 1}])
+@pytest.mark.timeout(240)
+def test_bits_need_reproducible_and_ranks(keys, tmp_path):
+    done, _ = _verify(tmp_path, "llama", options=("--bits",), **keys)
+    assert done.returncode == 2
+    assert "expected true and at least 2" in done.stderr
 
 
 def test_data_may_be_left_out(tmp_path):

@@ -73,6 +73,15 @@ def prove_ops(model: PreTrainedModel, config: Config, group: dist.ProcessGroup |
     return proofs
 
 
+def first_difference(got: Tensor, expected: Tensor) -> str:
+    """Where, and from what, a tensor differs first; "": it has the same bits."""
+    same = got.view(torch.uint8) == expected.view(torch.uint8) if got.dim() else (got == expected)[None]
+    if bool(same.all()):
+        return ""
+    place = tuple((got != expected).nonzero()[0].tolist()) if got.dim() else ()
+    return f"{list(place)} is {got[place].item()!r}, in one process {expected[place].item()!r}"
+
+
 def _masks(text: Any) -> dict[str, IntervalMask]:
     lengths = [MAX_TOKENS // 8, MAX_TOKENS // 2, MAX_TOKENS - MAX_TOKENS // 8 - MAX_TOKENS // 2]
     causal, documents = IntervalMask.causal(MAX_TOKENS), IntervalMask.documents(lengths)

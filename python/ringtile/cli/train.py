@@ -62,6 +62,12 @@ def make_model(recipe: Recipe, encoder: Encoder) -> PreTrainedModel:
         return auto.from_pretrained(name, config=config) if name else auto.from_config(config)  # type: ignore[no-untyped-call]
 
 
+def read_rows(recipe: Recipe, encoder: Encoder, key: str) -> Any:
+    """The rows of data.files or data.eval_files."""
+    documents = load_documents(getattr(recipe.data, key), recipe.data.text_column, f"data.{key}")
+    return make_rows(documents, recipe, encoder, f"data.{key}")
+
+
 def train(recipe: Recipe) -> dict[str, Any]:
     """Trains, and returns the report of the run, the same on every rank. ConfigError: the recipe cannot run."""
     args = make_arguments(recipe.training)
@@ -70,9 +76,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
     datasets.disable_progress_bars()
     with args.main_process_first(desc="reading the data"):  # the others then read the cache of `datasets`
         for key in ("files", "eval_files"):
-            if patterns := getattr(recipe.data, key):
-                documents = load_documents(patterns, recipe.data.text_column, f"data.{key}")
-                rows[key] = make_rows(documents, recipe, encoder, f"data.{key}")
+            if getattr(recipe.data, key):
+                rows[key] = read_rows(recipe, encoder, key)
     set_seed(args.seed)
     model = make_model(recipe, encoder)
     with refusing("training"):

@@ -1,6 +1,7 @@
 """`ringtile verify CONFIG.yaml`: proves on this machine, for this model, that n ranks compute the same as one.
 
 torchrun --standalone --nproc-per-node 2 -m ringtile verify run.yaml
+torchrun --standalone --nproc-per-node 2 -m ringtile verify --bits run.yaml    with `reproducible: true`: the same bits
 
 Reads the same file as `ringtile train`. Without `data`, it trains on text that ships with ringtile.
 """
@@ -12,14 +13,23 @@ import dataclasses
 import pathlib
 from typing import Any
 
+import datasets  # type: ignore[import-untyped]
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import Trainer, set_seed
+
 import ringtile
 from ringtile.cli import Outcome
-from ringtile.cli.data import make_encoder
+from ringtile.cli.data import Encoder, make_collator, make_encoder
 from ringtile.cli.environment import rank
 from ringtile.cli.output import table
-from ringtile.cli.proofs import LIMITS, max_rel_diff, prove_ops
+from ringtile.cli.proofs import LIMITS, first_difference, max_rel_diff, prove_ops
 from ringtile.cli.recipe import Recipe, check_same, make_arguments
-from ringtile.cli.train import make_model, train, train_alone
+from ringtile.cli.train import make_model, read_rows, train, train_alone
+from ringtile.errors import ConfigError
+from ringtile.hf.batch import active_batch
+from ringtile.hf.features.stream import find_layers
 from ringtile.hf.group import ContextParallelGroup
 
 STEPS = 5
@@ -45,6 +55,7 @@ TRAINING = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG.yaml", type=pathlib.Path, help="as for train: docs/guide/train.md")
+    parser.add_argument("--bits", action="store_true", help="compare the bits of a forward alone, under reproducible")
 
 
 def run(args: argparse.Namespace) -> Outcome:
@@ -54,6 +65,8 @@ def run(args: argparse.Namespace) -> Outcome:
     recipe = dataclasses.replace(recipe, training=recipe.training | TRAINING, data=data)
     arguments = make_arguments(recipe.training)
     check_same(recipe)
+    if args.bits:
+        return compare_bits(recipe, arguments)
     config, group = recipe.ringtile, None
     if config.context_parallel_size > 1:
         group = ContextParallelGroup(config.context_parallel_size, arguments.ddp_timeout, arguments.device)
@@ -67,6 +80,56 @@ def run(args: argparse.Namespace) -> Outcome:
     outcome = verdict([proof._asdict() for proof in proofs], report)
     print_table(outcome)
     return Outcome(int(not outcome["verified"]), outcome)
+
+
+def compare_bits(recipe: Recipe, arguments: Any) -> Outcome:
+    """A forward of the first batch on the ranks of a group, and on each rank alone: every layer's output, and the loss,
+    bit for bit. Status 1: one differs. ConfigError."""
+    config, encoder = recipe.ringtile, make_encoder(recipe)
+    if not config.reproducible or config.context_parallel_size == 1:
+        raise ConfigError(
+            f"verify --bits: reproducible is {str(config.reproducible).lower()} and context_parallel_size "
+            f"{config.context_parallel_size}; expected true and at least 2: without, bits are those of some ranks"
+        )
+    datasets.disable_progress_bars()
+    with arguments.main_process_first(desc="reading the data"):
+        rows = read_rows(recipe, encoder, "files")
+    batch = [rows[i] for i in range(min(len(rows), arguments.per_device_train_batch_size))]
+    ranks, one = (
+        tensors_of_forward(recipe, encoder, arguments, batch, size) for size in (config.context_parallel_size, 1)
+    )
+    different = {name: text for name, x in ranks.items() if (text := first_difference(x, one[name]))}
+    everywhere: list[Any] = [different] * arguments.world_size
+    dist.all_gather_object(everywhere, different)
+    different = next((found for found in everywhere if found), {})
+    if rank() == 0:
+        shown = [(name, different.get(name, "the same bits")) for name in ranks]
+        print(table(f"ringtile verify --bits: {config.context_parallel_size} ranks against one", shown, ("", "")))
+        print(f"verdict: {'NOT ' if different else ''}the same bits")
+    return Outcome(int(bool(different)), {"verified": not different, "rows": list(ranks), "different": different})
+
+
+def tensors_of_forward(
+    recipe: Recipe, encoder: Encoder, arguments: Any, rows: list[Any], size: int
+) -> dict[str, Tensor]:
+    """Of a batch of rows on `size` ranks, without an engine: the output (B, S, E) of each layer, and the loss ()."""
+    set_seed(arguments.seed)
+    model, collate, found = make_model(recipe, encoder), make_collator(encoder.end), dict[str, Tensor]()
+
+    def record(name: str, output: Any) -> None:
+        batch = active_batch()
+        assert batch is not None
+        found[name] = batch.unshard(output[0] if isinstance(output, tuple) else output)
+
+    for name, layer in find_layers(model).items():
+        layer.register_forward_hook(lambda module, args, output, name=name: record(name, output))
+    trainer: Any = Trainer(model, arguments, collate)
+    keys = recipe.ringtile.model_dump(exclude_unset=True) | {"context_parallel_size": size, "first_batch_check": False}
+    ringtile.enable(trainer, keys)
+    with torch.no_grad(), trainer.accelerator.autocast():
+        found["loss"] = trainer.compute_loss(trainer.model.eval(), trainer._prepare_inputs(collate(rows)))
+    ringtile.restore(trainer)
+    return found
 
 
 def default_data() -> dict[str, Any]:
