@@ -427,7 +427,7 @@ MUTANTS = [
     Mutant(
         "stream: the gradient before attention is left out in two passes",
         "python/ringtile/stream/layer.py",
-        "            self._before_attention(tokens, of_inputs, again, read.take(tokens), before, grads)",
+        "            self._before_attention(tokens, of_chunk, again, read.take(tokens), before, grads)",
         "            pass",
         "tests/stream/test_stream_layers.py -k later",
     ),

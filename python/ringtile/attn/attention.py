@@ -146,7 +146,7 @@ def _attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor 
     ):
         out, lse = RingAttention.apply(q, k, v, sinks, call, *weights)  # type: ignore[no-untyped-call]
         return out, lse
-    return _forward(call, q, k, v)[:2]
+    return forward(call, q, k, v)[:2]
 
 
 def is_plain(q: Tensor) -> bool:
@@ -163,7 +163,7 @@ def is_plain(q: Tensor) -> bool:
     )
 
 
-def _forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, ulysses.Saved, int, bool]:
+def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, ulysses.Saved, int, bool]:
     """Return what `ulysses.forward` does, the number of the call, and whether what was saved is of the local tokens.
 
     It is where ranks share heads and a checkpointed layer keeps (out, lse): those are of the local tokens too.
@@ -199,7 +199,7 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        out, lse, saved, ctx.number, ctx.is_local = _forward(call, q, k, v)
+        out, lse, saved, ctx.number, ctx.is_local = forward(call, q, k, v)
         # Saved so that a write is noticed, and that a checkpointed layer holds no indices. A call has one of the two.
         watched = call.indices if call.dropout is None else call.dropout.rows
         ctx.save_for_backward(sinks, watched, *saved, *weights)

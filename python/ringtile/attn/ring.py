@@ -14,19 +14,23 @@ message.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ringtile import ops
 from ringtile.attn import choose
 from ringtile.attn.backend import Final, Gradients, Running
 from ringtile.attn.call import AttentionCall, ExpandAgain
 from ringtile.sequence.plan import Transfer
-from ringtile.sequence.rounds import Round
+from ringtile.sequence.rounds import Queries, Round
 from ringtile.sequence.sharded import ShardedSequence
+from ringtile.tiled.host import HostTensor, Reader, Writer, in_order
+from ringtile.tiled.tiles import tiles
 from ringtile.transport.transport import Message
 
 
@@ -62,7 +66,8 @@ def backward(
     """Return dq, dk, dv for the forward's inputs, its outputs and their gradients (`final`), of the inputs' dtype.
 
     rounds_keys: False leaves dk and dv in the state dtype, for more to be added to them. again: where k and v are
-    latents; it gets the gradients of its weights.
+    latents; it gets the gradients of its weights. q that waits in host memory is there with out, dout and dq; each
+    round then takes it in chunks of q.chunk_tokens.
     """
     state = ops.state_dtype(q.dtype)
     rounds = call.sequence.rounds_on(q.device)
@@ -71,10 +76,11 @@ def backward(
     fresh = first.in_place and first.num_keys == k.size(1) and again is None
     dk, dv = ((x.new_empty if fresh else x.new_zeros)(x.shape, dtype=state) for x in (k, v))
     rounded: tuple[Tensor, Tensor] | None = None
-    if rounds_keys and fresh and len(rounds) == 1 and state != k.dtype:
+    waiting = _Waiting(q, final, state) if isinstance(q, HostTensor) else None
+    if rounds_keys and fresh and len(rounds) == 1 and state != k.dtype and waiting is None:
         rounded = k.new_empty(k.shape), v.new_empty(v.shape)
-    dq = q.new_zeros(q.shape, dtype=state)
-    if choose.agrees(call, q):
+    dq = q.new_zeros(q.shape if waiting is None else 0, dtype=state)
+    if choose.agrees(call, q) and waiting is None:
         choose.backward(call, rounds[0], q, k, v, final, Gradients(dq, dk, dv, fresh=fresh), settles=True)
     add_returned: Callable[[Tensor, Tensor], None] | None = None
     for round, block_k, block_v in keys.blocks():
@@ -83,7 +89,10 @@ def backward(
         block_dk, block_dv = (dk, dv) if partial is None else partial.parts
         if again is None:
             grads = Gradients(dq, block_dk, block_dv, fresh=fresh or partial is not None, rounded=rounded)
-            choose.backward(call, round, q, block_k, block_v, final, grads)
+            if waiting is None:
+                choose.backward(call, round, q, block_k, block_v, final, grads)
+            else:
+                waiting.backward(call, round, block_k, block_v, grads, is_last=round is rounds[-1])
         else:
             of_latents = _through(again, call, round, q, block_k, block_v, final, dq)
             for total, x in zip((block_dk, block_dv), of_latents, strict=True):
@@ -93,9 +102,53 @@ def backward(
         add_returned = None if partial is None else keys.give_back(round, partial)
     if add_returned is not None:
         add_returned(dk, dv)
+    dq = dq.to(q.dtype) if waiting is None else waiting.dq
     if not rounds_keys:
-        return dq.to(q.dtype), dk, dv
-    return dq.to(q.dtype), *(rounded or (dk.to(k.dtype), dv.to(v.dtype)))
+        return dq, dk, dv
+    return dq, *(rounded or (dk.to(k.dtype), dv.to(v.dtype)))
+
+
+class _Waiting:
+    """Queries in host memory, and what a backward reads and writes with them, chunk by chunk in each round."""
+
+    def __init__(self, q: HostTensor, final: Final, dtype: torch.dtype) -> None:
+        self.q, self.final = q, final
+        self.dq = HostTensor.empty(q, q.shape, q.copies)
+        self._sums = HostTensor.empty(q.new_empty(0, dtype=dtype), q.shape, q.copies)
+        self._is_first = True  # round
+
+    def backward(
+        self, call: AttentionCall, round: Round, k: Tensor, v: Tensor, grads: Gradients, is_last: bool
+    ) -> None:
+        """Add the gradients of a round: `grads` but for its dq. is_last: dq is complete, and rounded."""
+        of_queries = self.q, self.final.dout, self.final.out, self._sums
+        order = in_order(self.q.size(1), self.q.chunk_tokens)
+        q, dout, out, sums = (Reader(x, order) for x in of_queries)
+        write = Writer(self.dq if is_last else self._sums)
+        for tokens in tiles(self.q.size(1), self.q.chunk_tokens):  # all of them: the planner leaves some out
+            of_chunk, lse = q.take(tokens), self.final.lse[..., tokens].contiguous()
+            final = Final.of(dout.take(tokens), None, out.take(tokens), lse)
+            dq = of_chunk.new_zeros(of_chunk.shape, dtype=grads.dk.dtype) if self._is_first else sums.take(tokens)
+            fresh = grads.fresh and tokens.start == 0
+            of_round = Gradients(dq, grads.dk, grads.dv, fresh=fresh)
+            choose.backward(call, _round_of(round, tokens), of_chunk, k, v, final, of_round)
+            write.put(tokens, dq.to(self.q.dtype) if is_last else dq)
+        write.close()
+        self._is_first = False
+
+
+_chunks: weakref.WeakKeyDictionary[Round, dict[tuple[int, int], Round]] = weakref.WeakKeyDictionary()
+
+
+def _round_of(round: Round, tokens: slice) -> Round:
+    """The round of some of the queries."""
+    of_round, key = _chunks.setdefault(round, {}), (tokens.start, tokens.stop)
+    if key not in of_round:
+        of = round.queries
+        with _disable_current_modes():  # of fake tensors: masks are real
+            bounds = (x[..., tokens].contiguous() for x in (of.begin, of.end, of.positions))
+            of_round[key] = Round(Queries(of.device, *bounds), round.k_runs, round.key_bounds, round.planned)
+    return of_round[key]
 
 
 def _through(

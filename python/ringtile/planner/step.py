@@ -31,6 +31,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ringtile import keep, ops
 from ringtile.attn import indexed as choice
+from ringtile.attn import ring
 from ringtile.attn.attention import RingAttention
 from ringtile.attn.call import AttentionCall, unwritten_keys, with_latents
 from ringtile.errors import RefusedError
@@ -169,7 +170,7 @@ class TrainingStep:
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters()) + self.num_packed
         patches = Patches()
         self._stack.callback(patches.restore)
-        for module in (glu, layer, loss, mlp, weight_grad, choice):
+        for module in (glu, layer, loss, mlp, ring, weight_grad, choice):
             patches.set(module, "tiles", self._live.tiles)
         if setup.images is not None:
             self._images = PlannedImages(model, setup.images, setup.batch, self._live, setup.on_gpu)
@@ -186,7 +187,8 @@ class TrainingStep:
             indexed.install(model, patches)
         if setup.ringtile.stream:
             stream.install(model, setup.ringtile.tile_tokens, patches)
-            patches.set(attend, "ring_attention", self._ring)
+            patches.set(attend, "forward", functools.partial(self._attend_whole, attend.forward))
+            patches.set(attend, "backward", functools.partial(self._attend_whole, attend.backward))
             patches.set(layer, "drawn_since", lambda before: False)  # states of generators are not fake
         if setup.ringtile.tiled_mlp:
             install_tiled_mlp(model, setup.ringtile.tile_tokens, patches)
@@ -397,28 +399,39 @@ class TrainingStep:
         k: Tensor,
         v: Tensor,
         sequence: ShardedSequence,
-        of_call: PlannedCall | None = None,
+        of_call: PlannedCall,
         *,
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         **about: Any,
     ) -> Tensor:
-        """`ring_attention` over ranks; its out. of_call: None of the whole q, k and v of a streamed layer."""
+        """`ring_attention` over ranks; its out."""
         with _disable_current_modes():
-            planned = of_call or PlannedCall(Shape.of(q, k, v), sequence.mask, self._live.in_backward)
             _ = sequence.ring, sequence.digests
         with self._live.making("attention"):
             about |= {"sinks": sinks, "returns_lse": False}
-            call = AttentionCall(sequence, planned.shape, scale or q.size(-1) ** -0.5, softcap, **about)
+            call = AttentionCall(sequence, of_call.shape, scale or q.size(-1) ** -0.5, softcap, **about)
             call, k, v = call.heads_or_latents(q, k, v)
             weights = () if call.expand is None else call.expand.weights
             before = sequence.transport.num_calls
             out: Tensor
             out, _ = _Attention.apply(q, k, v, sinks, call, *weights)  # type: ignore[no-untyped-call]
             if sequence.transport.num_calls > before:
-                self._calls.append(planned)
+                self._calls.append(of_call)
         return out
+
+    def _attend_whole(self, function: Callable[..., Any], call: AttentionCall, *given: Any, **options: Any) -> Any:
+        """`forward` or `backward` of all tokens of a streamed layer."""
+        sequence, is_forward = call.sequence, not options
+        with _disable_current_modes():
+            _ = sequence.ring, sequence.digests
+        before = sequence.transport.num_calls
+        with self._live.making("attention"):
+            result = function(call, *given, **options)
+        if is_forward and sequence.transport.num_calls > before:
+            self._calls.append(PlannedCall(call.shape, sequence.mask, self._live.in_backward))
+        return result
 
 
 @contextlib.contextmanager

@@ -30,13 +30,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ringtile import keep, ops
-from ringtile.attn import choose, ring
-from ringtile.attn.attention import ring_attention
+from ringtile.attn import choose, ring, ulysses
+from ringtile.attn.attention import forward as forward_of
 from ringtile.attn.backend import Final, Gradients, Running
 from ringtile.attn.call import AttentionCall, AttentionDropout, check_options, check_tensors
+from ringtile.attn.ulysses import Saved
 from ringtile.errors import RefusedError
 from ringtile.sequence.rounds import Queries, Round
 from ringtile.sequence.sharded import ShardedSequence
+from ringtile.tiled.host import HostCopies, to_host
 from ringtile.tiled.tiles import on_chunk
 
 WHOLE = "leave the layer whole (stream: false)"  # what to do; ends a message
@@ -290,10 +292,44 @@ def _chunk_ends(sequence: ShardedSequence, num_tokens: int) -> Tensor:
 
 @dataclass(eq=False)
 class Whole:
-    """The inputs of a layer's attention, of all of a rank's tokens: q, k, v (B, N, ...), and sinks if there are."""
+    """A layer's attention, of all of a rank's tokens: `inputs` q, k, v (B, N, ...), and sinks if there are."""
 
     inputs: list[Tensor] = field(default_factory=list)
-    attend: Callable[..., Tensor] = ring_attention  # of these, with the options of the layer's call
+    call_of: Callable[..., AttentionCall] = field(init=False)  # of these
+
+    def forward(self, copies: HostCopies | None = None, tokens: int = 0) -> Tensor:
+        """out (B, N, H, Dv). copies: it goes to host memory, and in a ring q too, which the backward takes in chunks of
+        so many tokens."""
+        call, (q, k, v) = self.call_of(*self.inputs), self.inputs[:3]
+        call = call._replace(sequence=call.sequence.resolved(call.shape))
+        out, saved, self._called = forward(call, q, k, v)
+        if copies is not None:
+            out = to_host(out, copies)
+            if call.sequence.ring.heads is None:
+                waiting: Any = to_host(q, copies)
+                waiting.chunk_tokens = tokens
+                saved = saved._replace(q=waiting, out=out)
+        self._call, self._saved, self.inputs = call, saved, self.inputs[3:]
+        return out
+
+    def backward(self, dout: Tensor) -> list[Tensor]:
+        """The gradients of the inputs."""
+        return [x for x in backward(self._call, self._saved, dout, *self.inputs, **self._called) if x is not None]
+
+
+def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved, dict[str, Any]]:
+    """`ring_attention`, without a graph: out, and what its backward takes."""
+    with call.sequence.transport.propagate_errors("ring_attention forward"):
+        call.sequence.transport.check_device(q.device)
+        out, _, saved, number, is_local = forward_of(call, q, k, v)
+    return out, saved, {"forward_call": number, "is_local": is_local}
+
+
+def backward(
+    call: AttentionCall, saved: Saved, dout: Tensor, sinks: Tensor | None = None, **called: Any
+) -> tuple[Tensor | None, ...]:
+    with call.sequence.transport.propagate_errors("ring_attention backward"):
+        return ulysses.backward(call, saved, dout, None, sinks, **called)
 
 
 @dataclass(eq=False)
@@ -315,7 +351,7 @@ class RecordingChunk(Chunk):
         if not whole.inputs:
             whole.inputs = [x.new_empty(x.size(0), self.num_tokens, *x.shape[2:]) for x in (q, k, v)]
             whole.inputs += [x.detach() for x in of_sinks]
-            whole.attend = lambda q, k, v, sinks=None: ring_attention(q, k, v, sequence, sinks=sinks, **options)
+            whole.call_of = lambda q, k, v, sinks=None: _call_of(q, k, v, sequence, sinks, **options)
         for held, x in zip(whole.inputs, (q, k, v), strict=False):
             held[:, self.tokens] = x
         raise EndedError

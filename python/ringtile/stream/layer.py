@@ -325,7 +325,7 @@ class _TwoPasses(_Chunks):
         whole, is_tuple = self._whole(self.replay.call, x), False
         if drawn_since(before):  # pass B would draw others
             raise RefusedError(f"{self.name} draws random numbers before its attention: {WHOLE}")
-        out = whole.attend(*whole.inputs)
+        out = whole.forward()
         del whole
         read = Reader(x, self.order)
         for tokens in tiles(self.seq_len, self.tokens):
@@ -343,38 +343,38 @@ class _TwoPasses(_Chunks):
 
     def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
         whole = self._whole(again, x)
-        out = whole.attend(*(y.requires_grad_() for y in whole.inputs))
-        dout = torch.empty_like(out)
+        out = whole.forward(self.copies, self.tokens)
+        dout, of_chunks = Writer(empty_like(out)), Reader(out, self.order)
         read, douts = Reader(x, self.order), grads.readers(self.order)
         for tokens in tiles(self.seq_len, self.tokens):
             self._restore(tokens)
-            chunk = TakingChunk(tokens, self.seq_len, out[:, tokens].detach().requires_grad_())
+            chunk = TakingChunk(tokens, self.seq_len, of_chunks.take(tokens).detach().requires_grad_())
             found = self._backward_chunk(chunk, again, read.take(tokens), douts, grads)
             assert found is not None
-            dout[:, tokens] = found
-        of_inputs = torch.autograd.grad(out, whole.inputs, dout)
-        del whole, out, dout
-        read = Reader(x, self.order)
+            dout.put(tokens, found)
+        del out, of_chunks, chunk, found
+        of_inputs, read = whole.backward(dout.close()), Reader(x, self.order)
+        del whole, dout
         so_far = None if grads.dx is None else Reader(grads.dx.close(), self.order)
+        of_tokens = [Reader(y, self.order) for y in of_inputs[:3]]
         for tokens in tiles(self.seq_len, self.tokens):
             before = None if so_far is None else so_far.take(tokens)
-            self._before_attention(tokens, of_inputs, again, read.take(tokens), before, grads)
+            of_chunk: list[Tensor | None] = [y.take(tokens) for y in of_tokens]
+            of_chunk += [y if tokens.start == 0 else None for y in of_inputs[3:]]  # of sinks
+            self._before_attention(tokens, of_chunk, again, read.take(tokens), before, grads)
 
     def _before_attention(
         self,
         tokens: slice,
-        of_inputs: Sequence[Tensor],
+        of_chunk: Sequence[Tensor | None],
         again: Again,
         x: Tensor,
         before: Tensor | None,
         grads: _Grads,
     ) -> None:
-        """Pass A of a chunk. of_inputs: the gradients of attention's q, k and v of all tokens, and of its sinks."""
+        """Pass A of a chunk. of_chunk: the gradients of attention's q, k and v, and of its sinks."""
         leaves, chunk = self._inputs(tokens, x, grads), RecordingChunk(tokens, self.seq_len)
         self._end_at_attention(again, chunk, leaves[0], leaves[1])
-        of_chunk: list[Tensor | None] = [y[:, tokens] for y in of_inputs[:3]]
-        if len(of_inputs) > 3:
-            of_chunk.append(of_inputs[3] if tokens.start == 0 else None)
         self._differentiate(again, chunk.made, of_chunk, tokens, leaves, grads, before=before)
 
 

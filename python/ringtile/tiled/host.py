@@ -76,6 +76,7 @@ class PinnedCopies:
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
+_NEW = (_aten.new_empty.default, _aten.new_zeros.default)  # of its dtype and device
 
 
 class HostTensor(Tensor):
@@ -87,6 +88,7 @@ class HostTensor(Tensor):
 
     host: Tensor  # contiguous
     copies: HostCopies
+    chunk_tokens = 0  # of queries, which attention takes chunk by chunk: tokens of one
 
     @staticmethod
     def __new__(cls, host: Tensor, device: torch.device, copies: HostCopies) -> HostTensor:
@@ -122,6 +124,8 @@ class HostTensor(Tensor):
             return cls(args[0].host, args[0].device, args[0].copies)
         if func is _aten.view.default:
             return cls(args[0].host.view(args[1]), args[0].device, args[0].copies)
+        if func in _NEW:
+            return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
         if func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.is_write and isinstance(value, cls):
