@@ -227,8 +227,6 @@ MUTANTS = [
         "peers: recurrent layers run on each shard alone",
         "python/ringtile/hf/features/recurrent.py",
         "    return (original if active_batch() is None else of_batch)(*args, **kwargs)\n",
-        "    if (batch := active_batch()) is not None:\n"
-        "        batch.mixed_by.add(of_batch.args[0])\n"
         "    return original(*args, **kwargs)\n",
         "tests/hf/test_hf_exact_models.py -k lfm2",
         source="hiyouga/LlamaFactory#10727",

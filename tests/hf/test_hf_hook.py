@@ -17,7 +17,7 @@ import pytest
 import ringtile
 import torch
 import torch.distributed as dist
-from hf_models import hybrid, tiny_model
+from hf_models import hybrid, tiny_encoder, tiny_model
 from hf_training import make_trainer
 from losses import LastThird
 from pool import run_ranks
@@ -158,8 +158,8 @@ def test_restore_leaves_the_log_as_it_was():
 def _fail_half_way():
     trainer = make_trainer()
     before = _touchable(trainer)
-    with mock.patch("ringtile.hf.loss_on_shards.watch_loss", side_effect=KeyError), contextlib.suppress(KeyError):
-        ringtile.enable(trainer, CONFIG)  # the loss is watched last
+    with mock.patch.object(dropout.CountedDropout, "install", side_effect=KeyError), contextlib.suppress(KeyError):
+        ringtile.enable(trainer, CONFIG)  # dropout comes last
     return _differences(before, _touchable(trainer))
 
 
@@ -230,7 +230,7 @@ def _touched_by(options, config):
 
 
 LOSS = {  # on a shard, or on what a group of one rank makes of a batch
-    *("model._forward_pre_hooks", "model._loss_function", "model.attention"),
+    *("model._forward_pre_hooks", "model.attention"),
     *(
         f"trainer.{name}"
         for name in ("_prepare_context_parallel_inputs", "_ringtile_session", "compute_loss", "prediction_step")
@@ -260,7 +260,7 @@ ON_TWO_RANKS = {  # what is touched besides
     "experts": ({"family": "mixtral-balanced"}, BALANCING),
     "hybrid": (  # its config has output_router_logits, which TRL's fused head reads
         {"model": functools.partial(hybrid, "lfm2")},
-        {f"{LAYERS}.conv.{hooks}" for hooks in ("_forward_hooks", "_forward_pre_hooks")}
+        {f"{LAYERS}.conv._forward_pre_hooks"}
         | {"transformers.models.lfm2.modeling_lfm2.causal_conv1d_fn", *BALANCING},
     ),
     "learned sparse attention": (
@@ -268,6 +268,10 @@ ON_TWO_RANKS = {  # what is touched besides
         {f"{LAYERS}.self_attn.{name}" for name in ("indexer.forward", "expand_kv")} | BALANCING,
     ),
     "latents": ({"family": "deepseek-v3"}, {f"{LAYERS}.self_attn.expand_kv", *BALANCING}),
+    "classes of tokens": (
+        {"model": functools.partial(tiny_encoder, classes=True)},
+        {"model._forward_hooks", "model._loss_function"},
+    ),
     "a loss of its own": ({"trainer_class": LastThird}, {"model._forward_hooks", "model.generate"}),
     "images": (
         {"model": functools.partial(image_model, "llava")},
@@ -318,7 +322,7 @@ def test_the_documentation_lists_what_enable_touches():
     text = (ROOT / "docs/design/evidence.md").read_text()
     table = text[text.index("## What `enable` touches") :]
     names = {name for _, _, touched in TOUCHED.values() for name in _attributes(touched)}
-    names |= DECLARED - recurrent._FUNCTIONS.keys()
+    names |= DECLARED - recurrent._TOUCHES
     assert [name for name in sorted(names) if name not in table] == []
 
 

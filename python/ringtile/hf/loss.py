@@ -18,16 +18,14 @@ from transformers import PreTrainedModel
 
 from ringtile import keep
 from ringtile.errors import RefusedError
-from ringtile.first_batch.trace import running_trace
 from ringtile.hf import attention, model
-from ringtile.hf.batch import ShardedBatch, forget_checkpoints, keep_in_checkpoints
+from ringtile.hf.batch import forget_checkpoints, keep_in_checkpoints
 from ringtile.hf.feature import Enabled
 from ringtile.hf.features import adapters, balancing_loss, dropout, indexed, latents, recurrent, seam, towers
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences
-from ringtile.hf.layers import num_layers
 from ringtile.hf.model import check_training_model
-from ringtile.hf.model_loss import loss_of_its_own
+from ringtile.hf.model_loss import replace_means
 from ringtile.hf.one_process import Groups
 from ringtile.hf.patches import Patches
 from ringtile.hf.positions import pin_rope_length
@@ -60,7 +58,6 @@ class ShardedLoss(abc.ABC):
         self.sharding = Sharding(trainer, base, config, self.group, patches)
         self.dropout = dropout.CountedDropout(trainer, self.group.data_index, self.group.data_size)
         self.proof = FirstBatch(self) if config.first_batch_check else None
-        self.calls: tuple[int, int] | None = None  # of ringtile's attention and recurrences, when it was proved
         self.training_checked = self.shards_steps = False
 
     @abc.abstractmethod
@@ -103,30 +100,12 @@ class ShardedLoss(abc.ABC):
         """Makes a model run on shards. wrapped: the model with its adapters; base: the model inside."""
         model.switch_attention(wrapped, self.patches)
         pin_rope_length(base, self.patches)
+        replace_means(wrapped, base, self.patches)
         run = Enabled(self.trainer, wrapped, base, self.config, self.group)
         for feature in FEATURES:
             feature.install(run, self.patches)
         self.sharding.takes(run.keys)
         self.patches.on_restore(functools.partial(forget_checkpoints, wrapped))
-
-    def check_used(self, batch: ShardedBatch, watches_loss: bool) -> None:
-        """RefusedError: a layer did not mix its tokens through ringtile, or the loss did not get the shifted labels."""
-        name, config = type(self.base).__name__, self.base.config.get_text_config()
-        if running_trace() is not None:  # the proof shows whether layers that call neither are right
-            self.calls = batch.attention_calls, batch.recurrent_calls
-        attending, recurrent_layers = self.calls or num_layers(config)
-        if not _once_per_layer(batch.attention_calls, attending):
-            raise RefusedError(
-                f"{name} has {attending} layers but called ringtile's attention {batch.attention_calls} times in a "
-                f"forward pass; expected once per layer: the other layers would attend within a shard only"
-            )
-        if not _once_per_layer(batch.recurrent_calls, recurrent_layers):
-            raise RefusedError(
-                f"{name} has {recurrent_layers} recurrent layers, of which {batch.recurrent_calls} mixed their tokens "
-                f"through ringtile in a forward pass; expected all: the others would see a shard only"
-            )
-        if watches_loss and batch.loss_calls == 0:
-            raise loss_of_its_own(self.base)
 
     def prepare_training(self, model: nn.Module) -> None:
         """Prepares a model to train, and checks the first one: only then has its engine wrapped it."""
@@ -179,7 +158,3 @@ class ShardedLoss(abc.ABC):
         self.shards_steps = True
         counted_again = self.trainer.floating_point_ops(inputs) * (1 - 1 / self.group.copies)
         self.trainer.current_flos -= counted_again  # type: ignore[assignment]
-
-
-def _once_per_layer(calls: int, layers: int) -> bool:
-    return calls % layers == 0 and calls > 0 if layers else calls == 0

@@ -29,14 +29,12 @@ from ringtile.hf.batch import ShardedBatch, activate, active, active_batch, main
 from ringtile.hf.features import stream
 from ringtile.hf.group import exchanged
 from ringtile.hf.loss import ShardedLoss
-from ringtile.hf.model_loss import watch_loss
 from ringtile.tiled.tiles import at_most
 
 # Outputs with an entry per token, (B, N, ...). The outputs of TRL's fused head have one per predicted token: S - 1.
 _PER_TOKEN = {"logits", "last_hidden_state", "hidden_states"}
 _PER_TARGET = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"}
 _OF_IMAGES = {"image_hidden_states", "rope_deltas"}  # of whole sequences, before the language model
-_FUSED = "fused_lm_head"  # the argument that asks for the fused head
 # Keys of TRL's batches that models receive and ignore.
 _IGNORED = {"margin"}
 
@@ -75,8 +73,6 @@ class LossOnSequences(ShardedLoss):
                 )
             stream.install(base, self.config.tile_tokens, self.patches)
         self.switch_model(wrapped, base)
-        if not model.reads_rows(base):
-            watch_loss(wrapped, base, self.patches)
         if hasattr(base, "generate"):
             self.patches.wrap(base, "generate", functools.partial(self._generate_whole, base))
         called = self.loss_entry(wrapped, base)
@@ -199,19 +195,13 @@ class UnshardedOutputs:
         activate(batch)
         if local.get("labels") is not None and local.get("num_items_in_batch") is None:
             local["num_items_in_batch"] = batch.num_targets  # a mean over the batch, not over the shard
-        self._before = model.states_before(module)
         return hide_attention_mask(module, (), local)
-
-    def _check_forward(self, batch: ShardedBatch, watches_loss: bool) -> None:
-        model.refuse_drawn(self._base, self._before)
-        self._loss.check_used(batch, watches_loss)
 
     def _unshard_scores(self, module: nn.Module, args: Any, scores: Tensor) -> Tensor | None:
         batch = active_batch()
         if batch is None:
             return None
         activate(None)
-        self._check_forward(batch, False)
         return batch.unshard(scores)
 
     def _unshard_outputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
@@ -222,8 +212,6 @@ class UnshardedOutputs:
         name = type(module).__name__
         if not isinstance(outputs, dict):
             raise RefusedError(f"{name} returns a {type(outputs).__name__}; expected return_dict=True")
-        fused = bool(kwargs.get(_FUSED))
-        self._check_forward(batch, not fused and outputs.get("loss") is not None)
         for key, value in list(outputs.items()):
             if key == "loss" and batch.rows is not None:
                 outputs[key] = None  # a sum over tokens that are of several rows, once each

@@ -22,8 +22,7 @@ from ringtile.hf import trainers
 from ringtile.hf.batch import ShardedBatch, active, active_batch
 from ringtile.hf.group import accelerate_knows_groups, exchanged
 from ringtile.hf.loss import ShardedLoss
-from ringtile.hf.model import check_model, refuse_drawn, states_before
-from ringtile.hf.model_loss import watch_loss
+from ringtile.hf.model import check_model
 from ringtile.hf.patches import Patches
 
 
@@ -49,14 +48,11 @@ class LossOnShards(ShardedLoss):
         trainer, self.entry = self.trainer, self.model
         self.last_batch: ShardedBatch | None = None
         self.counts_ranks = False  # whether the Trainer has counted the items of every rank of a group
-        self.watches_loss = trainers.uses_model_loss(trainer)
         self.patches.wrap(trainer, "compute_loss", self._compute_loss)
         self.patches.wrap(trainer, "prediction_step", self._prediction_step)
         if trainer.label_smoother is not None:
             self.patches.wrap(trainer, "label_smoother", self._smooth_labels)
         self.switch_model(self.entry, self.base)
-        if self.watches_loss:
-            watch_loss(self.entry, self.base, self.patches)
 
     @contextlib.contextmanager
     def counting_groups(self) -> Iterator[None]:
@@ -71,15 +67,11 @@ class LossOnShards(ShardedLoss):
 
     @contextlib.contextmanager
     def _sharded(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], ShardedBatch | None]]:
-        """This rank's part of a batch, on which the model runs inside the context; checked at its end."""
+        """This rank's part of a batch, on which the model runs inside the context."""
         local, batch = self.sharding.shard(inputs)
         self.last_batch = batch
-        if batch is None:
-            yield local, None
-            return
         with active(batch):
             yield local, batch
-        self.check_used(batch, self.watches_loss and batch.num_targets is not None)
 
     # ---- training -------------------------------------------------------------------------------
 
@@ -120,9 +112,7 @@ class LossOnShards(ShardedLoss):
                 one_step = Patches()
                 stack.callback(one_step.restore)
                 one_step.set(self.trainer, "current_gradient_accumulation_steps", 1)
-            before = states_before(model)
             found = original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-            refuse_drawn(self.base, before)
             loss, *outputs = found if return_outputs else (found,)
             # What the Trainer logs, and leaves out since it is not finite, is the same on all ranks.
             loss = exchanged(loss, self.group.mean, lambda gradient: gradient)

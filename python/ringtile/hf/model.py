@@ -9,14 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import accelerate
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
-from ringtile.first_batch.trace import running_trace
 from ringtile.hf import attention
 from ringtile.hf.batch import active_batch
 from ringtile.hf.families import WHOLE_SEQUENCES
@@ -24,7 +22,6 @@ from ringtile.hf.layers import RECURRENT_TYPES, indexers, known_types, mixers, n
 from ringtile.hf.model_loss import is_sum_over_tokens, shifts_labels
 from ringtile.hf.patches import Patches
 from ringtile.hf.positions import leave_temperature
-from ringtile.random_states import drawn_since, random_states
 
 _HEADS_OF_ROWS = ("ForSequenceClassification", "ForQuestionAnswering")  # how names of models end that have one
 _NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a tower's configuration
@@ -194,43 +191,6 @@ def inside_engine(model: nn.Module) -> nn.Module:
     is_wrapped = isinstance(inner, DistributedDataParallel) or type(inner).__name__ == "DeepSpeedEngine"
     module: nn.Module = inner.module if is_wrapped else inner
     return module
-
-
-def states_before(model: nn.Module) -> dict[str, Tensor] | None:
-    """The states of torch's default generators before a forward pass on a shard; None where nothing looks at them: in
-    eval mode, and while the first batch is proved, which names the module whose numbers differ."""
-    return random_states() if model.training and running_trace() is None else None
-
-
-def refuse_drawn(base: PreTrainedModel, before: dict[str, Tensor] | None) -> None:
-    """Raises RefusedError if a forward pass has drawn: a shard would draw other numbers than the sequence has, and the
-    ranks of a group, which share a seed, all the same ones. Functional dropout is no module that could be found."""
-    drawn = drawn_since(before) if before is not None else []
-    if before is None or not drawn or (drawn == ["cpu"] and _only_skipped_none(base, before["cpu"])):
-        return
-    raise RefusedError(
-        f"{type(base).__name__} draws random numbers in its forward pass (dropout or noise); expected none under "
-        f"context parallelism: the random numbers of a shard are not those of the full sequence. Set what asks for "
-        f"them to 0 in the model's config, such as residual_dropout or router_jitter_noise"
-    )
-
-
-def _only_skipped_none(base: PreTrainedModel, before: Tensor) -> bool:
-    """Whether the CPU's draws were those of LayerDrop with probability 0 (OPT, BART), one a layer, or of PEFT's
-    module_dropout (LoHa, LoKr), one an adapted module."""
-    modules = list(base.modules())
-    rates = [module.layerdrop for module in modules if hasattr(module, "layerdrop")]
-    dropped = [rate for module in modules for rate in dict(getattr(module, "module_dropout", {})).values()]
-    if not rates + dropped or any(rates + dropped):
-        return False
-    generator = torch.Generator()
-    generator.set_state(before)
-    layers = [module for module in modules if isinstance(module, nn.ModuleList)]
-    for _ in range(max(map(len, layers), default=0) + len(dropped)):
-        torch.rand([], generator=generator)
-        if torch.equal(generator.get_state(), torch.get_rng_state()):
-            return True
-    return False
 
 
 def refuse_modules(model: PreTrainedModel, reasons: dict[str, tuple[str, str]]) -> None:

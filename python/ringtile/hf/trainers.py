@@ -41,11 +41,6 @@ _MIN_MESH = Version("5.24")
 _ASYNC = {"AsyncGRPOTrainer", "AsyncDistillationTrainer"}
 
 
-def uses_model_loss(trainer: Trainer) -> bool:
-    """Whether the loss is the model's own. SFTTrainer and label smoothing compute it from shift_labels themselves."""
-    return home(trainer, "compute_loss").__module__ != SFT and trainer.label_smoother is None
-
-
 def needs_full_sequences(trainer: Trainer) -> bool:
     """Whether the Trainer computes a loss of its own, which may combine tokens in any way, or its model adds tokens, or
     reads whole rows."""

@@ -23,13 +23,9 @@ from transformers.activations import ACT2FN
 from ringtile import keep, ops
 from ringtile.errors import RefusedError
 from ringtile.hf.attention import WITHOUT_EFFECT, unknown_arguments
-from ringtile.hf.batch import (
-    CHECKPOINTING,
-    active_batch,
-    is_recomputed_without_batch,
-)
+from ringtile.hf.batch import CHECKPOINTING, active_batch, is_recomputed_without_batch
 from ringtile.hf.families import CACHES, MIXERS, SHORT_CUTS, UNKNOWN_RECURRENCES
-from ringtile.hf.feature import HOOKS, Enabled, Feature
+from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.layers import mixers
 from ringtile.hf.model import INSTEAD, text_modules
 from ringtile.hf.patches import Patches
@@ -78,44 +74,26 @@ def install(model: PreTrainedModel, patches: Patches) -> None:
                     f"transformers >= 5.17, whose functions ringtile replaces"
                 )
             patches.share(file, name, functools.partial(_either, functools.partial(_of_batch, name)))
-        watch = _Watch(path, mixer)
-        patches.on_restore(mixer.register_forward_pre_hook(watch.enter, with_kwargs=True).remove)
-        patches.on_restore(mixer.register_forward_hook(watch.leave).remove)
+        enter = functools.partial(_enter, f"{path} ({type(mixer).__name__})")
+        patches.on_restore(mixer.register_forward_pre_hook(enter, with_kwargs=True).remove)
 
 
 # ---- a mixer ------------------------------------------------------------------------------------
 
 
-class _Watch:
-    """The hooks of one mixer, which see that it mixes its tokens by the functions that are replaced."""
-
-    def __init__(self, path: str, mixer: nn.Module) -> None:
-        self._place = f"{path} ({type(mixer).__name__})"
-        self._expected = MIXERS[type(mixer).__name__]
-
-    def enter(self, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        batch = active_batch()
-        if batch is None:
-            if is_recomputed_without_batch():
-                raise RefusedError(
-                    f"{self._place} is computed again in the backward, outside of the forward pass of its batch; "
-                    f"expected it to be checkpointed by the Trainer's {CHECKPOINTING}"
-                )
-            return args, kwargs
-        if any(kwargs.get(cache) is not None for cache in CACHES):
-            raise RefusedError(f"{self._place} got a cache; expected none: its states are those of whole sequences")
-        batch.recurrent_calls += 1
-        keep.called_by(mixer)
-        batch.mixed_by.clear()
-        return args, {**kwargs, "attention_mask": None}  # padding belongs to no document of the batch
-
-    def leave(self, mixer: nn.Module, args: Any, output: Any) -> None:
-        batch = active_batch()
-        if batch is not None and batch.mixed_by | SHORT_CUTS & self._expected != self._expected:
+def _enter(place: str, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook of a mixer: padding belongs to no document of the batch."""
+    if active_batch() is None:
+        if is_recomputed_without_batch():
             raise RefusedError(
-                f"{self._place} called {', '.join(sorted(batch.mixed_by)) or 'none'} of the functions that mix its "
-                f"tokens; expected {', '.join(sorted(self._expected))}: ringtile knows no other way of mixing them"
+                f"{place} is computed again in the backward, outside of the forward pass of its batch; expected it to "
+                f"be checkpointed by the Trainer's {CHECKPOINTING}"
             )
+        return args, kwargs
+    if any(kwargs.get(cache) is not None for cache in CACHES):
+        raise RefusedError(f"{place} got a cache; expected none: its states are those of whole sequences")
+    keep.called_by(mixer)
+    return args, {**kwargs, "attention_mask": None}
 
 
 def _either(of_batch: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -130,10 +108,7 @@ def _forward_of_mixer(whole: Callable[..., Any], original: Callable[..., Any], *
 
 def _of_batch(name: str, *args: Any, **kwargs: Any) -> Any:
     """Call ringtile's equal of one of transformers' functions."""
-    batch = active_batch()
-    assert batch is not None
-    batch.mixed_by.add(name)
-    if _FUNCTIONS[name] is _no_short_cut:
+    if name in SHORT_CUTS:  # it would mix documents, and the tokens of a shard only; the mixer goes on without it
         return None
     known = _PARAMETERS[name]
     if ignored := unknown_arguments(kwargs, known | _WITHOUT_EFFECT):
@@ -268,17 +243,11 @@ def _lightning_attention(mixer: Any, hidden_states: Tensor, *args: Any, **kwargs
 _WHOLE: dict[str, Callable[..., Any]] = {"MiniMaxLightningAttention": _lightning_attention}
 
 
-def _no_short_cut() -> None:
-    """A fused kernel would mix documents, and the tokens of a shard only; the mixer goes on without it."""
-
-
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _causal_conv1d_fn,
     "torch_chunk_gated_delta_rule": _gated_delta_rule,
     "chunk_kimi_delta_attention": _gated_delta_rule,
     "mamba_selective_scan": _mamba_selective_scan,
-    "mamba_inner_fn": _no_short_cut,
-    "mamba2_split_conv1d_scan_combined": _no_short_cut,
     "mamba2_chunk_scan": _mamba2_chunk_scan,
 }
 _PARAMETERS = {name: frozenset(inspect.signature(function).parameters) for name, function in _FUNCTIONS.items()}
@@ -286,4 +255,5 @@ _PARAMETERS = {name: frozenset(inspect.signature(function).parameters) for name,
 _WITHOUT_EFFECT = WITHOUT_EFFECT | {"cu_seqlens", "chunk_size", "use_mambapy", "use_associative_scan"}
 _WITHOUT_EFFECT |= {"position_embeddings"}  # of the attention layers beside them (Bailing); no recurrence takes them
 
-FEATURE = Feature(HOOKS | {"forward", *_FUNCTIONS}, lambda run, patches: install(run.base, patches), _refuse)
+_TOUCHES = frozenset({"_forward_pre_hooks", "forward", *_FUNCTIONS, *SHORT_CUTS})
+FEATURE = Feature(_TOUCHES, lambda run, patches: install(run.base, patches), _refuse)
