@@ -267,20 +267,11 @@ def test_sinks_that_transformers_would_leave_out_are_refused():
         attention.attention_forward(module, x, x[:, :2], x[:, :2], None, s_aux=torch.zeros(4))
 
 
-def test_bidirectional_attention_is_refused():
-    switched, _ = _on_ringtile(tiny_model())
-    for layer in switched.model.layers:
-        layer.self_attn.is_causal = False
-    with pytest.raises(ringtile.RefusedError, match="bidirectional"):
-        _run_shard(switched)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
         ("key_scale", 2.0, "hands its attention key_scale, which may change what it computes"),
-        ("alibi", True, "uses ALiBi"),
-        ("block_indices", 2, "uses a choice of blocks of keys"),
+        ("block_indices", 2, "hands its attention block_indices"),
     ],
 )
 def test_what_attention_may_not_ignore_is_refused(name, value, reason):

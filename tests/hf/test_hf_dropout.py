@@ -308,11 +308,6 @@ class TwoPasses(LastThird):
         return sum(super(TwoPasses, self).compute_loss(model, inputs, *args, **kwargs) for _ in range(2))
 
 
-def _with_late_dropout(trainer):
-    trainer.model.get_base_model().model.extra = nn.Dropout(0.1)
-    trainer.train()
-
-
 def _attends_with_late_dropout(trainer):
     trainer.model.model.layers[1].self_attn.attention_dropout = 0.1
     trainer.train()
@@ -332,7 +327,6 @@ REFUSED = [  # rows of test_hf_refused.py
         "model.layers.0.self_attn runs again on the same tokens",
         lambda: _runs_a_layer_twice(tiny_model(attention_dropout=0.1).train()),
     ),
-    _refused("model.extra drops with p = 0.1, but was added", use=_with_late_dropout),
     _refused("drops entries of a tensor (2, 4, ", lambda: _drops_heads(tiny_model()).train()),
     _refused("layers.0.self_attn runs again", lambda: _runs_a_layer_twice(_phi())),
     _refused("runs 3 times in a layer, of which the backward computes", lambda: _checkpoints_a_part(_phi())),

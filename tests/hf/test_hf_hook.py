@@ -260,8 +260,7 @@ ON_TWO_RANKS = {  # what is touched besides
     "experts": ({"family": "mixtral-balanced"}, BALANCING),
     "hybrid": (  # its config has output_router_logits, which TRL's fused head reads
         {"model": functools.partial(hybrid, "lfm2")},
-        {f"{LAYERS}.conv._forward_pre_hooks"}
-        | {"transformers.models.lfm2.modeling_lfm2.causal_conv1d_fn", *BALANCING},
+        {f"{LAYERS}.conv._forward_pre_hooks"} | {"transformers.models.lfm2.modeling_lfm2.causal_conv1d_fn", *BALANCING},
     ),
     "learned sparse attention": (
         {"model": functools.partial(hybrid, "deepseek_v32")},
@@ -275,8 +274,7 @@ ON_TWO_RANKS = {  # what is touched besides
     "a loss of its own": ({"trainer_class": LastThird}, {"model._forward_hooks", "model.generate"}),
     "images": (
         {"model": functools.partial(image_model, "llava")},
-        {"model._forward_hooks", "model.model.language_model._forward_pre_hooks"}
-        | {f"{VISION}._forward_pre_hooks", f"{VISION}.forward"},
+        {"model._forward_hooks", "model.model.language_model._forward_pre_hooks"} | {f"{VISION}.forward"},
     ),
 }
 TILES = {

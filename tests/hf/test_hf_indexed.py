@@ -233,5 +233,5 @@ def test_a_step_that_is_not_known_is_refused(what: str) -> None:
 
 
 def test_indices_of_a_layer_without_an_indexer_are_refused() -> None:
-    with pytest.raises(RefusedError, match="uses a choice of keys for each query"):
+    with pytest.raises(RefusedError, match="hands its attention indices"):
         attention.refuse_unknown(torch.nn.Linear(1, 1), {"indices": torch.zeros(1, 8, 2, dtype=torch.int32)})

@@ -7,16 +7,11 @@ from unittest import mock
 import pytest
 import ringtile
 import torch
-import transformers.models.mixtral.modeling_mixtral as mixtral
 from cells import Refusal, check_enable, of_change, params, table
 from hf_models import hybrid, tiny_encoder, tiny_model
 from hf_training import make_trainer
 from losses import OwnLoss
 from pool import run_ranks
-from ringtile.hf.batch import active
-from ringtile.hf.features.balancing_loss import check_balancing_loss
-from ringtile.hf.model import attends_causally, refuse_towers, text_modules
-from ringtile.hf.patches import Patches
 from torch import nn
 from transformers import (
     T5Config,
@@ -28,7 +23,6 @@ from transformers.modeling_outputs import CausalLMOutput
 from tools.models import tiny_models
 
 CONFIG = {"context_parallel_size": 2}
-UNPROVED = {"first_batch_check": False}
 
 
 def of_model(words: str, model: Any, **more: Any) -> Refusal:
@@ -101,17 +95,6 @@ TRAINERS = [
 ]
 
 
-def with_extra(model: nn.Module, module: nn.Module) -> nn.Module:
-    model.model.extra = module
-    return model
-
-
-def in_expert(dropout: nn.Module) -> nn.Module:
-    module = nn.Module()
-    module.experts = nn.ModuleList([dropout])
-    return module
-
-
 class OwnModel(nn.Module):
     def forward(self, input_ids, **kwargs):
         return CausalLMOutput(loss=input_ids.sum())
@@ -128,31 +111,11 @@ def both_ways() -> nn.Module:
     return model
 
 
-def says_causal() -> nn.Module:
-    model = tiny_encoder()
-    for layer in model.model.layers:
-        layer.attn.is_causal = True
-    return model
-
-
-def llama_that_looks_ahead(layers: bool = False) -> nn.Module:
-    model = tiny_encoder("llama", classes=True)
-    model.config.is_causal = False  # transformers then makes full masks; without padding its layers decide
-    for layer in model.model.layers:
-        layer.self_attn.is_causal = not layers
-    return model
-
-
 def masked_lm(name: str, **values: Any) -> nn.Module:
     config = tiny_models.tiny_config(f"{name}:masked-lm")
     for setting, value in values.items():
         setattr(config, setting, value)
     return tiny_models.tiny_model(config, "masked-lm")
-
-
-def convolving(model: nn.Module) -> nn.Module:
-    model.model.layers[0].extra = nn.Conv1d(32, 32, 3)
-    return model
 
 
 def peft_with(config: str, **values: Any) -> nn.Module:
@@ -175,25 +138,7 @@ MODELS = [
     of_model("bidirectional", lambda: tiny_model("gemma3", use_bidirectional_attention=True)),
     of_model("model.layers.0.self_attn (DogeAttention) picks the keys", lambda: tiny_model("doge")),
     of_model("model.layers.0.mlp.router (PhimoeTopKRouter) samples the experts", lambda: tiny_model("phimoe")),
-    of_model("model.extra drops with p = 0.1", lambda: with_extra(tiny_model(), nn.Dropout(0.1, inplace=True))),
-    of_model(
-        "a Own may drop otherwise than nn.Dropout",
-        lambda: with_extra(tiny_model(), type("Own", (nn.Dropout,), {})(0.1)),
-    ),
-    of_model(
-        "an expert does not know which tokens it was given",
-        lambda: with_extra(tiny_model(), in_expert(nn.Dropout(0.1))),
-    ),
     of_model("num_items_in_batch", lambda: NoLossArguments(tiny_model().config)),
-    of_model(
-        "mixes neighboring tokens in model.layers.0.extra (Conv1d)", lambda: convolving(tiny_model()), config=UNPROVED
-    ),
-    Refusal(
-        "a convolution beside known ones",
-        "mixes neighboring tokens in model.layers.0.extra (Conv1d)",
-        made=lambda: {"model": convolving(hybrid("lfm2"))},
-        config=UNPROVED,
-    ),
     # recurrent layers
     of_model(
         "has recurrent layers and Trainer uses torch_compile",
@@ -209,8 +154,6 @@ MODELS = [
         "(EsmEmbeddings) scales embeddings by how many tokens of the row", lambda: masked_lm("esm", token_dropout=True)
     ),
     of_model("has causal and bidirectional layers", both_ways),
-    of_model("is causal in its layers (model.layers.0.attn.is_causal) but not in its", says_causal),
-    of_model("LlamaForTokenClassification is causal in its layers", llama_that_looks_ahead),
     of_model(
         "has an encoder and a decoder",
         lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_ff=48, num_layers=2, vocab_size=96)),
@@ -237,7 +180,7 @@ def test_enable_refuses(refusal: Refusal) -> None:
 
 def test_a_missing_touch_point_is_refused_with_versions():
     """Releases may lack what is replaced, or rename an argument that the replacement is given."""
-    for method in (None, in_expert):
+    for method in (None, detecting):
         with mock.patch.object(Trainer, "compute_loss", method), pytest.raises(ringtile.RefusedError) as raised:
             ringtile.enable(make_trainer(), {"shared_prefix": True})
         words = "Trainer.compute_loss(model, inputs, return_outputs, num_items_in_batch) is not there (torch"
@@ -262,48 +205,3 @@ def _enable_with_size_three():
 
 def test_size_that_does_not_divide_the_world_is_named():
     run_ranks(2, _enable_with_size_three)
-
-
-def test_llama_that_looks_ahead_is_an_encoder():
-    assert not attends_causally(llama_that_looks_ahead(layers=True))
-
-
-def _own_balance(logits, num_experts=None, top_k=2, attention_mask=None):
-    return sum(layer.softmax(-1).var() for layer in logits)
-
-
-def test_a_balancing_loss_of_another_kind_is_refused():
-    with mock.patch.object(mixtral, "load_balancing_loss_func", _own_balance):
-        with pytest.raises(ringtile.RefusedError, match="whose formula is not the one of Mixtral"):
-            ringtile.enable(make_trainer("mixtral-balanced"), CONFIG)
-        assert mixtral.load_balancing_loss_func is _own_balance
-
-
-def test_a_balancing_loss_of_unknown_code_is_refused():
-    """Code that is not transformers' may compute it anywhere."""
-    model = tiny_model("mixtral-balanced")
-    model.__class__ = type("OwnForCausalLM", (type(model),), {"__module__": __name__})
-    with pytest.raises(ringtile.RefusedError, match="that ringtile does not know"):
-        check_balancing_loss(model)
-    model.config = types.SimpleNamespace(get_text_config=lambda: types.SimpleNamespace(output_router_logits=False))
-    check_balancing_loss(model)
-
-
-def test_tower_runs_outside_of_a_shard_only():
-    """Models with towers for images or sound train on text."""
-    model = tiny_models.tiny_model(tiny_models.tiny_config("gemma3"))
-    (tower,) = (path for path, _ in model.named_modules() if path.endswith("vision_tower"))
-    paths = [path for path, _ in text_modules(model)]
-    assert not any(path.startswith(tower) for path in paths)
-    assert any(path.endswith("self_attn") for path in paths)
-    patches, images = Patches(), torch.zeros(1, 3, 32, 32)
-    refuse_towers(model, patches)
-    model.get_submodule(tower)(images)
-    expected = f"the batch makes {tower} run; expected text only"
-    with (
-        active(types.SimpleNamespace(before_language_model=False)),
-        pytest.raises(ringtile.RefusedError, match=expected),
-    ):
-        model.get_submodule(tower)(images)
-    patches.restore()
-    model.get_submodule(tower)(images)

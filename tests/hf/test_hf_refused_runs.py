@@ -1,11 +1,15 @@
 """What cannot be exact is refused by name by a training on two ranks, one row each."""
 
+import collections
 import functools
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import ringtile
 import torch
+import transformers.models.mixtral.modeling_mixtral as mixtral
 from cells import Refusal, check_on_ranks, of_change, params, table
 from hf_models import tiny_encoder, tiny_model
 from hf_training import Padded, Stream, make_rows, make_trainer, packed
@@ -15,6 +19,7 @@ from test_hf_exact import bart
 from test_hf_exact_models import Labeled, PackedIn
 from torch import nn
 from transformers.models.doge.modeling_doge import DogeAttention
+
 
 def rank_dependent_rows(trainer):
     trainer.train_dataset = make_rows(22, seed=trainer.args.process_index)
@@ -121,13 +126,23 @@ def loaded_with_flash(trainer):
     trainer.model.set_attn_implementation = lambda names: switch("sdpa" if names[""] == flash else names)
 
 
+def looks_ahead() -> nn.Module:
+    """transformers makes full masks; its layers decide where there is no padding."""
+    model = tiny_encoder("llama", classes=True)
+    model.config.is_causal = False
+    return model
+
+
+WORDS = {"collator": Labeled(Padded(), classes=True)}
+
+
 def of_encoder(words: str, prepare: Any) -> Refusal:
-    options = {"collator": Labeled(Padded(), classes=True)}
-    return Refusal(words, words, options, lambda: {"model": tiny_encoder(classes=True)}, prepare)
+    return Refusal(words, words, WORDS, lambda: {"model": tiny_encoder(classes=True)}, prepare)
 
 
 ENCODERS = [
     of_encoder("the loss is", twice_the_loss),
+    Refusal("layers that are causal under full masks", "self_attn", WORDS, lambda: {"model": looks_ahead()}),
     of_encoder("the batch holds shift_labels", shifted_too),
     of_encoder("whether the attention of ModernBertForTokenClassification sees them is not known", loaded_with_flash),
 ]
@@ -142,6 +157,38 @@ DRAWING = {
 
 def drawing(name: str) -> dict[str, Any]:
     return {"model": tiny_model(name, **DRAWING[name][0]).train()}
+
+
+def dropping(dropout: nn.Module, name: str = "dropout", layer: int = 0, model: Any = None) -> nn.Module:
+    """In an MLP, where counters do not reach it."""
+    model = tiny_model().train() if model is None else model
+    parts = collections.OrderedDict(act=nn.SiLU(), **{name: nn.Sequential(dropout)})
+    model.model.layers[layer].mlp.act_fn = nn.Sequential(parts)
+    return model
+
+
+def drops_late(trainer):
+    dropping(nn.Dropout(0.1), layer=1, model=trainer.model)
+    trainer.train()
+
+
+def balances_otherwise(trainer):
+    def balance(logits, num_experts=None, top_k=2, attention_mask=None):
+        return sum(layer.softmax(-1).var() for layer in logits)
+
+    with mock.patch.object(mixtral, "load_balancing_loss_func", balance):
+        trainer.train()
+
+
+def made_with(model: Callable[[], nn.Module]) -> Callable[[], dict[str, Any]]:
+    return lambda: {"model": model().train()}
+
+
+UNCOUNTED = {
+    "a dropout that writes into its input": lambda: dropping(nn.Dropout(0.1, inplace=True)),
+    "a dropout of another class": lambda: dropping(type("Own", (nn.Dropout,), {})(0.1)),
+    "a dropout of an expert": lambda: dropping(nn.Dropout(0.1), "experts"),
+}
 
 
 class OwnAttention(DogeAttention):
@@ -172,6 +219,15 @@ RANDOM = [
         )
     ),
     Refusal("a mask of its own", FAILS, made=own_mask),
+    *(
+        Refusal(what, "what model.layers.0.mlp (LlamaMLP) hands to its down_proj differs", made=made_with(model))
+        for what, model in UNCOUNTED.items()
+    ),
+    Refusal(
+        "a dropout added after enable", "what model.layers.1.mlp (LlamaMLP) hands to its down_proj", use=drops_late
+    ),
+    Refusal("a router that samples", "model.layers.0.mlp", made=made_with(functools.partial(tiny_model, "phimoe"))),
+    Refusal("a balancing loss of another kind", "the loss is", {"family": "mixtral-balanced"}, use=balances_otherwise),
 ]
 TRAIN = table(*RUNS, *ENCODERS, *RANDOM, *OF_DROPOUT)
 

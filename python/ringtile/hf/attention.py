@@ -25,7 +25,7 @@ from ringtile.errors import RefusedError
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, main_input, waiting_batch
 from ringtile.hf.families import EAGER_SINKS
 from ringtile.hf.keys import DOCUMENTS, LOSS, OUTPUT, key_of_tree
-from ringtile.hf.layers import is_causal, mask_of_layer
+from ringtile.hf.layers import mask_of_layer
 from ringtile.hf.masks import intervals_of
 from ringtile.hf.positions import scaled
 from ringtile.sequence.mask import IntervalMask
@@ -45,15 +45,6 @@ _COMPUTED = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux
 # is a switch of flash-attention's kernels.
 WITHOUT_EFFECT = DOCUMENTS - {"attention_mask"} | LOSS | OUTPUT | {"deterministic"}
 _KNOWN = _COMPUTED | WITHOUT_EFFECT
-# Those that change the scores in ways the kernels do not support. Every other name is refused too.
-_MEANINGS = {
-    "sinks": "attention sinks under a name that no model of transformers uses",
-    "position_bias": "a position bias",
-    "alibi": "ALiBi",
-    "head_mask": "a head mask",
-    "indices": "a choice of keys for each query",
-    "block_indices": "a choice of blocks of keys for each query",
-}
 
 
 def register() -> None:
@@ -130,7 +121,12 @@ def attention_forward(
                 f"evaluate() or predict()"
             )
         return transformers_attention(module, query, key, value, attention_mask, options)
-    _refuse_inexact(module, attention_mask, options, batch.causal)
+    if attention_mask is not None and (attention_mask.numel() > 0 or attention_mask.dtype != torch.bool):
+        raise RefusedError(
+            f"{type(module).__name__} got an attention mask of shape {tuple(attention_mask.shape)} for a shard of a "
+            f"sequence; expected none: the model builds a mask of its own"
+        )
+    refuse_unknown(module, options)
     dropout, probability = None, options.get("dropout", 0.0)
     if probability > 0:  # what the module drops now (hf/features/dropout.py); None where no training step says so
         dropout_of = getattr(module, DROPOUT, None)
@@ -269,32 +265,10 @@ def _only_chosen(attention_mask: Tensor | None, indices: Tensor) -> Tensor:
     return attention_mask.masked_fill(others, least)
 
 
-def _refuse_inexact(
-    module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any], causal_batch: bool
-) -> None:
-    name = type(module).__name__
-    if attention_mask is not None and (attention_mask.numel() > 0 or attention_mask.dtype != torch.bool):
-        raise RefusedError(
-            f"{name} got an attention mask of shape {tuple(attention_mask.shape)} for a shard of a sequence; "
-            f"expected none: the model builds a mask of its own"
-        )
-    asked = options.get("is_causal")
-    causal = is_causal(module) if asked is None else bool(asked)
-    if causal != causal_batch:
-        kinds = {True: "causal", False: "bidirectional"}
-        raise RefusedError(
-            f"{name} is {kinds[causal]} (is_causal {str(causal).lower()}) in a model that is {kinds[causal_batch]}; "
-            f"expected all layers alike"
-        )
-    refuse_unknown(module, options)
-
-
 def refuse_unknown(module: nn.Module, options: Mapping[str, Any]) -> None:
     """RefusedError: an option may change what an attention module computes."""
     name, known = type(module).__name__, _KNOWN | ({"indices"} if hasattr(module, "indexer") else set())
     for argument in unknown_arguments(options, known):
-        if argument in _MEANINGS:
-            raise RefusedError(f"{name} uses {_MEANINGS[argument]} ({argument}), which the ring cannot compute yet")
         raise RefusedError(
             f"{name} hands its attention {argument}, which may change what it computes; expected only "
             f"{', '.join(sorted(_COMPUTED))}: leave it out, or set it to None"

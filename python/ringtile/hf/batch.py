@@ -44,7 +44,6 @@ class ShardedBatch:
     chunk_tokens: int | None = None  # of which shards are whole chunks, so that bits are those of any number of ranks
     position_ids: Tensor | None = None  # (B, N)
     token_weights: Tensor | None = None  # (B, N): the local attention mask; 1 without one, 0 for the layout's padding
-    causal: bool = True  # whether its mask lets no query attend a later token
     mean_share: float = 1.0  # the factor, in the loss of a shard, of what is not divided by a number of items
     balancing_loss: Tensor | None = None  # (): of the sequence, where the model has computed one
     is_counted: bool = False  # whether a loss that does not shift was given the number of targets of all shards

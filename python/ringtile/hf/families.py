@@ -66,6 +66,6 @@ WHOLE_SEQUENCES = {
     "EsmEmbeddings": ("token_dropout", "scales embeddings by how many tokens of the row are masked (token_dropout)"),
     "MobileBertEmbeddings": ("trigram_input", "joins the embeddings of neighboring tokens (trigram_input)"),
 }
-SAMPLING = {
+SAMPLING = {  # where scores are nearly equal alone, which the first batch need not show
     "PhimoeTopKRouter": ("", "samples the experts of each token in training, whatever router_jitter_noise is"),
 }

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ringtile import keep
 from ringtile.errors import RefusedError
-from ringtile.hf import attention, model
+from ringtile.hf import model
 from ringtile.hf.batch import forget_checkpoints, keep_in_checkpoints
 from ringtile.hf.feature import Enabled
 from ringtile.hf.features import adapters, balancing_loss, dropout, indexed, latents, recurrent, seam, towers
@@ -48,8 +48,6 @@ class ShardedLoss(abc.ABC):
         for feature in FEATURES:
             feature.refuse(run)
         self.check()
-        if trainer.train_dataset is not None:
-            dropout.refuse(base)  # here, not in the first step, which may come hours later
         self.group = ContextParallelGroup(
             config.context_parallel_size, trainer.args.ddp_timeout, trainer.args.device, trainer.get_tp_size()
         )
@@ -110,24 +108,13 @@ class ShardedLoss(abc.ABC):
     def prepare_training(self, model: nn.Module) -> None:
         """Prepares a model to train, and checks the first one: only then has its engine wrapped it."""
         if model.training and not self.training_checked:
-            self._check_attention()
             if self.group.size > 1:
                 check_training_model(model)
-            self.dropout.check(self.base)
             self.training_checked = True
         if model.training:
             keep_in_checkpoints(model)
             # For what the checkpointed layers of this forward and backward keep.
             self.sharding.room = keep.room_of(self.config.keep_attention, self.group.memory_bytes)
-
-    def _check_attention(self) -> None:
-        """RefusedError: the attention that `ringtile.enable` has set was set again since."""
-        implementation = self.base.config.get_text_config()._attn_implementation
-        if implementation != attention.NAME:
-            raise RefusedError(
-                f"the attention of {type(self.base).__name__} was set to {implementation} after ringtile.enable; "
-                f"expected {attention.NAME}, which ringtile.enable sets: call it after set_attn_implementation"
-            )
 
     # ---- transformers' and accelerate's own context parallelism ---------------------------------
 

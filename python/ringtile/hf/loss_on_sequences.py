@@ -49,7 +49,7 @@ class LossOnSequences(ShardedLoss):
                 f"torch_compile; expected only one of the two: the hooks that shard and unshard have not been shown to "
                 f"survive compilation"
             )
-        model.check_model(self.base, proved=self.config.first_batch_check)
+        model.check_model(self.base)
 
     def install_loss(self) -> None:
         trainer = self.trainer

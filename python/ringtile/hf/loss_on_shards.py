@@ -42,7 +42,7 @@ class LossOnShards(ShardedLoss):
             raise RefusedError(
                 f"{type(trainer).__name__} sets model_accepts_loss_kwargs to false; expected true: {reason}"
             )
-        check_model(self.base, proved=self.config.first_batch_check)
+        check_model(self.base)
 
     def install_loss(self) -> None:
         trainer, self.entry = self.trainer, self.model

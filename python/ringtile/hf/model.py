@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,8 +15,7 @@ from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
 from ringtile.hf import attention
-from ringtile.hf.batch import active_batch
-from ringtile.hf.families import WHOLE_SEQUENCES
+from ringtile.hf.families import SAMPLING, WHOLE_SEQUENCES
 from ringtile.hf.layers import RECURRENT_TYPES, indexers, known_types, mixers, num_layers
 from ringtile.hf.model_loss import is_sum_over_tokens, shifts_labels
 from ringtile.hf.patches import Patches
@@ -26,8 +24,6 @@ from ringtile.hf.positions import leave_temperature
 _HEADS_OF_ROWS = ("ForSequenceClassification", "ForQuestionAnswering")  # how names of models end that have one
 _NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a tower's configuration
 
-_CAUSAL_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
-_FULL_MASKS = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 _CROSS_ATTENTION = ("encoder_attn", "crossattention")  # of decoders; without an encoder's output they do not run
 _TYPES_BY_TOKEN = frozenset({"mlp", "moe"})  # of hybrid models' layers: each token by itself
 
@@ -95,11 +91,9 @@ def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return [(path, m) for path, m in model.named_modules() if not any(f"{path}.".startswith(root) for root in roots)]
 
 
-def check_model(model: PreTrainedModel, *, proved: bool = False) -> None:
-    """Raises RefusedError for models that mix tokens outside of attention, or that need the full sequence.
-
-    proved: the first batch will show whether convolutions mix tokens.
-    """
+def check_model(model: PreTrainedModel) -> None:
+    """Raises RefusedError for models that need the full sequence, perhaps on rows longer than the cut which the first
+    batch proves."""
     config, name = model.config.get_text_config(), type(model).__name__
     if not reads_rows(model) and not is_sum_over_tokens(model):
         raise RefusedError(
@@ -119,20 +113,11 @@ def check_model(model: PreTrainedModel, *, proved: bool = False) -> None:
             f"{name} has layers of type {', '.join(sorted(layer_types))}; expected only "
             f"{', '.join(sorted(known_types(causal)))}: other layers mix tokens without the ring. Instead, {INSTEAD}"
         )
-    convolutions = [
-        path
-        for path, module in modules
-        if isinstance(module, nn.Conv1d) and not any(path.startswith(f"{mixer}.") for mixer in of_recurrence)
-    ]
-    if convolutions and not proved:
-        raise RefusedError(
-            f"{name} mixes neighboring tokens in {convolutions[0]} (Conv1d); expected attention only: {INSTEAD}"
-        )
-    refuse_modules(model, WHOLE_SEQUENCES)
+    refuse_modules(model, WHOLE_SEQUENCES | SAMPLING)
 
 
 def attends_causally(model: PreTrainedModel) -> bool:
-    """Whether no token attends a later one. RefusedError: a decoder in which one does; layers or masks disagree."""
+    """Whether no token attends a later one. RefusedError: a decoder in which one does; layers disagree."""
     config, name, modules = model.config.get_text_config(), type(model).__name__, text_modules(model)
     whole = config if shifts_labels(model) else model.config  # T5Gemma 2 says it there alone
     if getattr(config, "is_encoder_decoder", False) or getattr(whole, "is_encoder_decoder", False):
@@ -155,17 +140,7 @@ def attends_causally(model: PreTrainedModel) -> bool:
             f"(is_causal); expected all layers to say the same, as those that attend through transformers' "
             f"AttentionInterface do: {INSTEAD}"
         )
-    causal = True in first
-    files = {sys.modules[type(module).__module__] for _, module in modules if isinstance(module, PreTrainedModel)}
-    makes_causal, makes_full = (
-        any(hasattr(f, mask) for f in files for mask in m) for m in (_CAUSAL_MASKS, _FULL_MASKS)
-    )
-    if not ((makes_causal and not full_masks) if causal else (makes_full or (makes_causal and full_masks))):
-        raise RefusedError(
-            f"{name} is {'causal' if causal else 'bidirectional'} in its layers ({first[causal]}.is_causal) but not in "
-            f"its masks, or makes masks of its own; expected those of transformers and is_causal to agree: {INSTEAD}"
-        )
-    return causal
+    return True in first
 
 
 def check_training_model(model: nn.Module) -> None:
@@ -201,17 +176,6 @@ def refuse_modules(model: PreTrainedModel, reasons: dict[str, tuple[str, str]]) 
             raise RefusedError(
                 f"{path} ({type(module).__name__}) {reason}; expected tokens that ranks can share: {INSTEAD}"
             )
-
-
-def refuse_towers(model: PreTrainedModel, patches: Patches) -> None:
-    """Raises RefusedError in a forward pass on a shard that reaches a tower, whose modules nothing has checked."""
-    for path, tower in towers(model).items():
-
-        def refuse(module: nn.Module, args: Any, path: str = path) -> None:
-            if active_batch() is not None:
-                raise RefusedError(f"the batch makes {path} run; expected text only: images and sound are not sharded")
-
-        patches.on_restore(tower.register_forward_pre_hook(refuse).remove)
 
 
 def towers(model: PreTrainedModel) -> dict[str, PreTrainedModel]:

@@ -235,7 +235,6 @@ def shard_batch(
         places=to_device(sequence.layout.positions(sequence.rank), main.device),
         chunks_count=functional.pad(chunks_count(on_host, seq_len, reading.positions_separate), (0, padding)),
         chunk_tokens=chunk_tokens,
-        causal=causal,
         rows=rows,
         documents=documents,
         before_language_model=bool(given),

@@ -475,7 +475,7 @@ def check(model: PreTrainedModel, setup: Setup) -> None:
         )
     if setup.ringtile.context_parallel_size > 1:
         with unset_fake_temporarily():  # some of the model's functions are tried on numbers
-            check_model(model, proved=setup.ringtile.first_batch_check)
+            check_model(model)
 
 
 def _switch_attention(model: PreTrainedModel) -> None:

@@ -21,32 +21,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
-from ringtile.errors import RefusedError
 from ringtile.hf.batch import active_batch
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.patches import Patches
 
 _NAME = "load_balancing_loss_func"  # in the file of each model that has a balancing loss
 _Logits = tuple[Tensor, ...]
-
-
-def check_balancing_loss(model: PreTrainedModel) -> None:
-    """Raises RefusedError when the model adds a balancing loss that is not transformers' formula."""
-    if not getattr(model.config.get_text_config(), "output_router_logits", False):
-        return
-    function, name = _function_of(model), type(model).__name__
-    what_to_do = "set model.config.output_router_logits = False to train without it"
-    if function is None:
-        if not type(model).__module__.startswith("transformers.models."):  # of transformers' own none does without
-            raise RefusedError(
-                f"{name} adds a balancing loss (config.output_router_logits is true) that ringtile does not know; "
-                f"expected transformers' {_NAME}: {what_to_do}"
-            )
-    elif not _is_known(function):
-        raise RefusedError(
-            f"{name} adds a balancing loss (config.output_router_logits is true) whose formula is not the one of "
-            f"Mixtral, which ringtile computes over a group; {what_to_do}"
-        )
 
 
 def _install(run: Enabled, patches: Patches) -> None:
@@ -135,4 +115,4 @@ def _is_known(function: Callable[..., Any]) -> bool:
     return True
 
 
-FEATURE = Feature(frozenset({_NAME, "_forward_hooks"}), _install, lambda run: check_balancing_loss(run.base))
+FEATURE = Feature(frozenset({_NAME, "_forward_hooks"}), _install)

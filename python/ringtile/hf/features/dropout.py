@@ -27,9 +27,8 @@ from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
 from ringtile.hf import attention
 from ringtile.hf.batch import CHECKPOINTING, active_batch
-from ringtile.hf.families import SAMPLING
 from ringtile.hf.feature import HOOKS
-from ringtile.hf.model import drops_attention, refuse_modules, text_modules
+from ringtile.hf.model import drops_attention, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.tiled.tiles import running_tile
 from ringtile.torch_ops import random_numbers
@@ -95,7 +94,7 @@ class CountedDropout(TrainerCallback):
             name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
             if module in attentive:
                 patches.set(module, attention.DROPOUT, self._of_attention(name, layer))
-            elif isinstance(module, nn.Dropout) and module.p > 0 and not why_not_counted(path, module):
+            elif is_counted(path, module):
                 patches.set(module, "forward", MethodType(self._forward(name, layer), module))
                 self._counted[module] = module.forward
             else:
@@ -114,18 +113,6 @@ class CountedDropout(TrainerCallback):
         patches.add_callback(trainer, self)
         patches.on_restore(entry.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
         patches.on_restore(entry.register_forward_hook(self._leave, always_call=True).remove)
-
-    def check(self, base: PreTrainedModel) -> None:
-        """Raises RefusedError for a dropout that would draw, such as one that was added since `install`."""
-        _check_countable(base)
-        for path, module in text_modules(base):
-            if not isinstance(module, nn.Dropout) or module.p == 0 or _is_of_attention(path):
-                continue
-            if module.forward != self._counted.get(module):
-                raise RefusedError(
-                    f"{path} drops with p = {module.p}, but was added, given its p, or changed after ringtile.enable; "
-                    f"expected the model to be complete before"
-                )
 
     @property
     def drawn(self) -> tuple[Any, ...]:
@@ -320,33 +307,17 @@ def _noise(
     return torch.cat(parts) if parts else places.new_empty((0, num_features), dtype=dtype)
 
 
-def refuse(base: PreTrainedModel) -> None:
-    """Raises RefusedError for a model that draws random numbers in training, but for dropout from counters."""
-    _check_countable(base)
-    refuse_modules(base, SAMPLING)
-
-
-def _check_countable(base: PreTrainedModel) -> None:
-    """Raises RefusedError for a dropout of the model, or of an adapter, that counters cannot replace."""
-    for path, module in text_modules(base):
-        if not isinstance(module, nn.Dropout) or module.p == 0 or _is_of_attention(path):
-            continue
-        if reason := why_not_counted(path, module):
-            setting = "lora_dropout=0.0 in LoraConfig" if "lora_" in path else "its rate to 0 in the model's config"
-            raise RefusedError(f"{path} drops with p = {module.p}; set {setting}: {reason}")
-
-
-def why_not_counted(path: str, module: nn.Dropout) -> str:
-    """Why a dropout cannot draw from counters; "" if it can."""
-    if type(module) is not nn.Dropout:
-        return f"a {type(module).__name__} may drop otherwise than nn.Dropout"
-    if module.inplace:
-        return "it writes into its input (inplace=True)"
-    if _is_of_attention(path):
-        return "attention reads its rate"
-    if "experts" in path.split("."):
-        return "an expert does not know which tokens it was given"
-    return ""
+def is_counted(path: str, module: nn.Module) -> bool:
+    """Whether it is a dropout that draws from counters. Not one that may drop otherwise than nn.Dropout, that writes
+    into its input, whose rate attention reads, or of an expert, which does not know which tokens it was given: these
+    draw as torch does, which the first batch refuses where they run."""
+    return (
+        type(module) is nn.Dropout
+        and module.p > 0
+        and not module.inplace
+        and not _is_of_attention(path)
+        and "experts" not in path.split(".")
+    )
 
 
 def _is_of_attention(path: str) -> bool:

@@ -40,7 +40,7 @@ from ringtile.errors import InputError, RefusedError
 from ringtile.hf.batch import active_batch, waiting_batch
 from ringtile.hf.feature import HOOKS, Enabled, Feature
 from ringtile.hf.features.images import Images, Rows, deal, layout_of, read
-from ringtile.hf.model import drops_attention, refuse_towers, towers
+from ringtile.hf.model import drops_attention, towers
 from ringtile.hf.patches import Patches
 from ringtile.random_states import all_random_states, set_random_states
 from ringtile.transport.groups import Group, all_gather_seq, transport_of
@@ -54,7 +54,6 @@ _OF_ALL_LAYERS = ("hidden_states", "attentions")  # outputs of which a model rea
 def _install(run: Enabled, patches: Patches) -> None:
     """Splits the towers of a model, in the forward passes of batches that are sharded behind them (seam.py)."""
     found = towers(run.base)
-    refuse_towers(run.base, patches)
     for path, tower in found.items():
         split(tower, path, None if run.group is None else run.group.process_group, patches, _in_step)
     if found:
