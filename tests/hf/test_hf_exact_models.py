@@ -47,8 +47,13 @@ def family(name: str, groups: int = 1, long: bool = True, **options: Any) -> Cel
     )
 
 
+def skipping_layers() -> dict[str, Any]:
+    return {"model": tiny_model("opt", layerdrop=0.3).train()}
+
+
 LAYERS = [
     family("gpt-oss", long=False),
+    Cell("layers that are left out, on all ranks alike", STEPS, made=skipping_layers, **STEEP),
     family("llama4", long=False, gradient_checkpointing=True),
     # Of these, the two above are combinations; test_hf_attention.py compares the logits of all of them.
     *(family(name) for name in FAMILIES[2:]),

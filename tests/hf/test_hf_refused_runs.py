@@ -219,14 +219,8 @@ RANDOM = [
         )
     ),
     Refusal("a mask of its own", FAILS, made=own_mask),
-    *(
-        Refusal(what, "what model.layers.0.mlp (LlamaMLP) hands to its down_proj differs", made=made_with(model))
-        for what, model in UNCOUNTED.items()
-    ),
-    Refusal(
-        "a dropout added after enable", "what model.layers.1.mlp (LlamaMLP) hands to its down_proj", use=drops_late
-    ),
-    Refusal("a router that samples", "model.layers.0.mlp", made=made_with(functools.partial(tiny_model, "phimoe"))),
+    *(Refusal(what, "what model.layers.0.mlp.act_fn", made=made_with(model)) for what, model in UNCOUNTED.items()),
+    Refusal("a dropout added after enable", "what model.layers.1.mlp.act_fn", use=drops_late),
     Refusal("a balancing loss of another kind", "the loss is", {"family": "mixtral-balanced"}, use=balances_otherwise),
 ]
 TRAIN = table(*RUNS, *ENCODERS, *RANDOM, *OF_DROPOUT)
