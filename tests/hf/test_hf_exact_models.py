@@ -47,6 +47,15 @@ def family(name: str, groups: int = 1, long: bool = True, **options: Any) -> Cel
     )
 
 
+def asking(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """For the routers' logits, which the model's config does not ask for."""
+    return {**Padded()(rows), "output_router_logits": True}
+
+
+def unasked() -> dict[str, Any]:
+    return {"model": tiny_model("mixtral-balanced", output_router_logits=False).train()}
+
+
 def skipping_layers() -> dict[str, Any]:
     return {"model": tiny_model("opt", layerdrop=0.3).train()}
 
@@ -54,6 +63,7 @@ def skipping_layers() -> dict[str, Any]:
 LAYERS = [
     family("gpt-oss", long=False),
     Cell("layers that are left out, on all ranks alike", STEPS, made=skipping_layers, **STEEP),
+    Cell("a balancing loss that the batch asks for", {**STEPS, "collator": asking}, made=unasked, **STEEP),
     family("llama4", long=False, gradient_checkpointing=True),
     # Of these, the two above are combinations; test_hf_attention.py compares the logits of all of them.
     *(family(name) for name in FAMILIES[2:]),

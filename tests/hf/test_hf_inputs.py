@@ -188,7 +188,6 @@ def test_document_ids_may_end_in_padding():
         ({"packing": {"cu_seqlens": torch.tensor([0, 3, 8])}}, ringtile.RefusedError, "the batch holds packing (dict)"),
         ({"token_type_ids": torch.zeros(2, 8)}, ringtile.RefusedError, "token_type_ids"),
         ({"cu_seq_lens_q": torch.tensor([0, 8])}, ringtile.InputError, "one row"),
-        ({"output_router_logits": True}, ringtile.RefusedError, "the batch sets output_router_logits"),
         ({"logits_to_keep": 1}, ringtile.RefusedError, "logits_to_keep"),
         *(({name: object()}, ringtile.RefusedError, f"the batch sets {name}") for name in CACHES),
     ],
@@ -208,9 +207,3 @@ def test_cu_seq_lens_of_queries_and_keys_must_agree():
 def test_batch_without_tokens_is_named():
     with pytest.raises(ringtile.InputError, match="expected input_ids"):
         _shard({"labels": _ids(1, 8)})
-
-
-def test_model_without_rotary_embedding_needs_position_ids():
-    with pytest.raises(ringtile.RefusedError, match="position_ids"):
-        _shard({"input_ids": _ids(1, 8)}, makes_positions=False)
-    _shard({"input_ids": _ids(1, 8), "position_ids": torch.arange(8)[None]}, makes_positions=False)

@@ -124,17 +124,10 @@ def peft_with(config: str, **values: Any) -> nn.Module:
     return peft.get_peft_model(tiny_model(), getattr(peft, config)(task_type="CAUSAL_LM", **values))
 
 
-def detecting(model):
-    """With the loss of a model that finds objects."""
-    model.loss_type = "ForObjectDetection"
-    return model
-
-
 TARGETS = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 ADAPTERS = {"needs": ("peft",)}
 MODELS = [
     of_model("expected a transformers PreTrainedModel", OwnModel),
-    of_model("LlamaForCausalLM has a loss of its own for whole sequences", lambda: detecting(tiny_model())),
     of_model("bidirectional", lambda: tiny_model("gemma3", use_bidirectional_attention=True)),
     of_model("model.layers.0.self_attn (DogeAttention) picks the keys", lambda: tiny_model("doge")),
     of_model("model.layers.0.mlp.router (PhimoeTopKRouter) samples the experts", lambda: tiny_model("phimoe")),
@@ -180,7 +173,7 @@ def test_enable_refuses(refusal: Refusal) -> None:
 
 def test_a_missing_touch_point_is_refused_with_versions():
     """Releases may lack what is replaced, or rename an argument that the replacement is given."""
-    for method in (None, detecting):
+    for method in (None, OwnInputs._prepare_inputs):
         with mock.patch.object(Trainer, "compute_loss", method), pytest.raises(ringtile.RefusedError) as raised:
             ringtile.enable(make_trainer(), {"shared_prefix": True})
         words = "Trainer.compute_loss(model, inputs, return_outputs, num_items_in_batch) is not there (torch"

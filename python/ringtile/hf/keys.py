@@ -21,7 +21,6 @@ class Key(NamedTuple):
     text: bool = True  # it says nothing of images or sound
 
 
-_ROUTERS = "set it in model.config before ringtile.enable, which checks it"
 KEYS = {
     "input_ids": Key(padding=0),
     "inputs_embeds": Key(padding=0),
@@ -33,10 +32,9 @@ KEYS = {
     **dict.fromkeys(("labels", "num_items_in_batch"), Key(loss=True)),
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"), Key(documents=True)),
     **dict.fromkeys(("max_length_q", "max_length_k"), Key(documents=True)),
-    **dict.fromkeys(("use_cache", "cache_position", "return_dict"), Key(output=True)),
+    **dict.fromkeys(("use_cache", "cache_position", "return_dict", "output_router_logits"), Key(output=True)),
     **dict.fromkeys(("output_hidden_states", "skip_logits"), Key(output=True)),  # the latter is of Liger's evaluation
     **dict.fromkeys(CACHES, Key(refused="a cache holds full sequences")),
-    "output_router_logits": Key(output=True, refused=_ROUTERS),
     "output_attentions": Key(output=True, refused="attention weights are never formed"),
     "logits_to_keep": Key(output=True, refused="the last positions lie on one rank"),
 }

@@ -32,15 +32,6 @@ def known_types(causal: bool) -> frozenset[str]:
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid"})
 
 
-def num_layers(config: Any) -> tuple[int, int]:
-    """How many layers attend, and how many are recurrent. config: of the text model."""
-    # BART's num_hidden_layers are those of an encoder, also in its decoder alone.
-    total = getattr(config, "decoder_layers", config.num_hidden_layers)
-    kinds = getattr(config, "layer_types", None) or ()
-    recurrent = sum(kind in RECURRENT_TYPES for kind in kinds)
-    return (sum(kind in _TYPES_OF_DECODERS or kind == "hybrid" for kind in kinds) if recurrent else total), recurrent
-
-
 def mixers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
     """Return the mixers among modules, by path."""
     return _of_classes(modules, MIXERS)

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from ringtile.errors import RefusedError
 from ringtile.hf import attention
 from ringtile.hf.families import SAMPLING, WHOLE_SEQUENCES
-from ringtile.hf.layers import RECURRENT_TYPES, indexers, known_types, mixers, num_layers
-from ringtile.hf.model_loss import is_sum_over_tokens, shifts_labels
+from ringtile.hf.layers import RECURRENT_TYPES, indexers, known_types, mixers
+from ringtile.hf.model_loss import shifts_labels
 from ringtile.hf.patches import Patches
 from ringtile.hf.positions import leave_temperature
 
@@ -95,16 +95,9 @@ def check_model(model: PreTrainedModel) -> None:
     """Raises RefusedError for models that need the full sequence, perhaps on rows longer than the cut which the first
     batch proves."""
     config, name = model.config.get_text_config(), type(model).__name__
-    if not reads_rows(model) and not is_sum_over_tokens(model):
-        raise RefusedError(
-            f"{name} has a loss of its own for whole sequences; expected a ...ForCausalLM, ...ForMaskedLM or "
-            f"...ForTokenClassification model, whose loss is a sum over tokens, a ...ForSequenceClassification or a "
-            f"...ForQuestionAnswering: load it with the AutoModel of that name"
-        )
     causal, modules = attends_causally(model), text_modules(model)
-    of_recurrence = mixers(modules)
     layer_types = set(getattr(config, "layer_types", None) or ()) - known_types(causal)
-    if causal and of_recurrence and len(of_recurrence) == num_layers(config)[1]:
+    if causal and mixers(modules):
         layer_types -= RECURRENT_TYPES | _TYPES_BY_TOKEN
     if causal and indexers(modules):
         layer_types -= {"indexed_attention"}

@@ -18,29 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
+from transformers.loss.loss_utils import LOSS_MAPPING, ForMaskedLMLoss, ForTokenClassification
 
 from ringtile.hf.batch import active_batch
 from ringtile.hf.liger import watch_fused_loss
 from ringtile.hf.patches import Patches
 from ringtile.ops import state_dtype
 
-_SHIFTS = {ForCausalLMLoss: True, ForMaskedLMLoss: False, ForTokenClassification: False}
-
-
-def is_sum_over_tokens(model: PreTrainedModel) -> bool:
-    """Whether the loss is one of a label for each token."""
-    return _loss_of(model) in _SHIFTS
-
 
 def shifts_labels(model: PreTrainedModel) -> bool:
     """Whether a token is to predict the next label, and not its own."""
-    return _SHIFTS.get(_loss_of(model), True)
-
-
-def _loss_of(model: PreTrainedModel) -> Any:
     # transformers' own rule: without a loss_type (GPT-2) the loss is the causal one.
-    return LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM")
+    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM")
+    return loss not in (ForMaskedLMLoss, ForTokenClassification)
 
 
 def replace_means(wrapped: nn.Module, model: PreTrainedModel, patches: Patches) -> None:

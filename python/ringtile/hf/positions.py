@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import ShardedBatch, active_batch
-from ringtile.hf.layers import num_layers
 from ringtile.hf.patches import Patches
 from ringtile.stream.attend import running_chunk
 
@@ -48,8 +47,6 @@ class Positions:
         ]
         for module in self._counted_inside:
             patches.wrap(module, "forward", _with_global_ids)
-        attends = num_layers(model.config.get_text_config())[0] > 0  # what is only recurrent counts nothing
-        self.makes_ids = rotary or (ours and (takes_ids or not attends)) or bool(self._counted_inside)
         self._counts_mask = any(type(module).__name__ == _COUNTS_MASK for module in modules)
         config = model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}

@@ -46,14 +46,12 @@ _GLOBAL = {"labels"} | DOCUMENTS - PADDING.keys()  # read from the global batch,
 class Reading(NamedTuple):
     """How a model reads a batch."""
 
-    makes_positions: bool = True  # it counts 0, 1, ... for a batch without position ids, and so does `shard_batch`
     positions_separate: bool = True  # position ids that start again start a document
     takes_rows: bool = False  # it takes position ids (3 or 4, B, S) too
     causal: bool = True  # it attends no later token
     shifts_labels: bool = True  # a token predicts the next label, not its own
     layers: Iterable[LayerMask] = ()  # what its layers attend, whose masks torch.compile cannot make
     besides: frozenset[str] = frozenset()  # what it takes besides text, such as images
-    checked: frozenset[str] = frozenset()  # switches that are refused elsewhere, of which its shards' part is known
 
 
 class Sharding:
@@ -72,16 +70,12 @@ class Sharding:
         self._logs = trainer.args.process_index == 0
         self._packing = Packing(base, causal=causal, hybrid=hybrid, is_main_process=self._logs)
         self._positions = Positions(base, patches)
-        routers = getattr(text, "output_router_logits", False)
-        routers = routers or getattr(trainer, "aux_loss_enabled", False)  # TRL's fused head asks in the batch too
         self.reading = Reading(
-            makes_positions=self._positions.makes_ids or config.first_batch_check,
             positions_separate=bool(self._packing.separate),
             takes_rows=self._packing.takes_rows,
             causal=causal,
             shifts_labels=shifts_labels(base),
             layers=frozenset(layer_masks(text, causal)),
-            checked=frozenset({"output_router_logits"} if routers else ()),
         )
 
     def takes(self, keys: set[str]) -> None:
@@ -214,7 +208,7 @@ def shard_batch(
     }
     targets = "shift_labels" if shifts_labels else "labels"
     given = {name: inputs[name] for name in reading.besides if inputs.get(name) is not None}
-    _refuse(inputs, ({*PADDING, *_GLOBAL} - unknown) | reading.besides, reading.checked)
+    _refuse(inputs, ({*PADDING, *_GLOBAL} - unknown) | reading.besides)
     per_token = _per_token(inputs, main, reading, positions)
     on_host = read(inputs)[0] if on_host is None else on_host
     made = (
@@ -263,9 +257,9 @@ def shard_batch(
     return local, batch
 
 
-def _refuse(inputs: Mapping[str, Any], known: set[str], checked: frozenset[str]) -> None:
+def _refuse(inputs: Mapping[str, Any], known: set[str]) -> None:
     for name, reason in REFUSED.items():
-        if inputs.get(name) and name not in checked:
+        if inputs.get(name):
             raise RefusedError(f"the batch sets {name}; remove it under context parallelism: {reason}")
     for name, value in inputs.items():
         if name not in known and not _is_scalar(value):
@@ -293,11 +287,6 @@ def _per_token(
             raise InputError(f"{name} is {tuple(inputs[name].shape)}; expected ({batch_size}, {seq_len}) as the batch")
     per_token = {name: inputs[name] for name in PADDING if inputs.get(name) is not None}
     if "position_ids" not in per_token:
-        if not reading.makes_positions:
-            raise RefusedError(
-                "the batch has no position_ids, and ringtile does not know how this model counts positions; add "
-                "position_ids (B, S) in your data collator: a shard does not know its positions"
-            )
         counted = torch.arange(seq_len, device=main.device)[None]
         per_token["position_ids"] = counted if positions is None else positions.to(main.device)
     per_token["position_ids"] = _rows(per_token["position_ids"], batch_size, seq_len, reading.takes_rows)
