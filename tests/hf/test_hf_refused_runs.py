@@ -4,7 +4,6 @@ import collections
 import functools
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import ringtile
@@ -172,12 +171,19 @@ def drops_late(trainer):
     trainer.train()
 
 
-def balances_otherwise(trainer):
-    def balance(logits, num_experts=None, top_k=2, attention_mask=None):
-        return sum(layer.softmax(-1).var() for layer in logits)
+BALANCE = mixtral.load_balancing_loss_func
 
-    with mock.patch.object(mixtral, "load_balancing_loss_func", balance):
+
+def balances_otherwise(trainer):
+    mixtral.load_balancing_loss_func = lambda logits, *args: sum(layer.softmax(-1).var() for layer in logits)
+
+
+def puts_balance_back(trainer):
+    try:
         trainer.train()
+    finally:
+        ringtile.restore(trainer)
+        mixtral.load_balancing_loss_func = BALANCE
 
 
 def made_with(model: Callable[[], nn.Module]) -> Callable[[], dict[str, Any]]:
@@ -221,7 +227,13 @@ RANDOM = [
     Refusal("a mask of its own", FAILS, made=own_mask),
     *(Refusal(what, "what model.layers.0.mlp.act_fn", made=made_with(model)) for what, model in UNCOUNTED.items()),
     Refusal("a dropout added after enable", "what model.layers.1.mlp.act_fn", use=drops_late),
-    Refusal("a balancing loss of another kind", "the loss is", {"family": "mixtral-balanced"}, use=balances_otherwise),
+    Refusal(
+        "a balancing loss of another kind",
+        "the loss is",
+        {"family": "mixtral-balanced"},
+        prepare=balances_otherwise,
+        use=puts_balance_back,
+    ),
 ]
 TRAIN = table(*RUNS, *ENCODERS, *RANDOM, *OF_DROPOUT)
 
