@@ -21,17 +21,16 @@ from ringtile.errors import RefusedError
 from ringtile.hf import model
 from ringtile.hf.batch import forget_checkpoints, keep_in_checkpoints
 from ringtile.hf.feature import Enabled
-from ringtile.hf.features import adapters, balancing_loss, dropout, indexed, latents, recurrent, seam, towers
+from ringtile.hf.features import adapters, balancing_loss, dropout, indexed, latents, means, recurrent, seam, towers
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences
 from ringtile.hf.model import check_training_model
-from ringtile.hf.model_loss import replace_means
 from ringtile.hf.one_process import Groups
 from ringtile.hf.patches import Patches
 from ringtile.hf.positions import pin_rope_length
 from ringtile.hf.shard import Sharding
 
-FEATURES = tuple(each.FEATURE for each in (towers, seam, recurrent, indexed, balancing_loss, adapters, latents))
+FEATURES = tuple(each.FEATURE for each in (towers, seam, recurrent, indexed, balancing_loss, adapters, latents, means))
 
 
 class ShardedLoss(abc.ABC):
@@ -98,7 +97,6 @@ class ShardedLoss(abc.ABC):
         """Makes a model run on shards. wrapped: the model with its adapters; base: the model inside."""
         model.switch_attention(wrapped, self.patches)
         pin_rope_length(base, self.patches)
-        replace_means(wrapped, base, self.patches)
         run = Enabled(self.trainer, wrapped, base, self.config, self.group)
         for feature in FEATURES:
             feature.install(run, self.patches)
@@ -107,14 +105,14 @@ class ShardedLoss(abc.ABC):
 
     def prepare_training(self, model: nn.Module) -> None:
         """Prepares a model to train, and checks the first one: only then has its engine wrapped it."""
-        if model.training and not self.training_checked:
-            if self.group.size > 1:
-                check_training_model(model)
-            self.training_checked = True
-        if model.training:
-            keep_in_checkpoints(model)
-            # For what the checkpointed layers of this forward and backward keep.
-            self.sharding.room = keep.room_of(self.config.keep_attention, self.group.memory_bytes)
+        if not model.training:
+            return
+        if not self.training_checked and self.group.size > 1:
+            check_training_model(model)
+        self.training_checked = True
+        keep_in_checkpoints(model)
+        # For what the checkpointed layers of this forward and backward keep.
+        self.sharding.room = keep.room_of(self.config.keep_attention, self.group.memory_bytes)
 
     # ---- transformers' and accelerate's own context parallelism ---------------------------------
 

@@ -65,6 +65,8 @@ class LossOnSequences(ShardedLoss):
         inside it that gets shards."""
         wrapped = model.receiver(self.trainer.accelerator.unwrap_model(wrapped))
         base = model.base_model(wrapped)
+        if base is not self.base:
+            model.check_model(base)  # a teacher may be of another type; no first batch proves it
         if self.config.reproducible and base is not self.base:  # a reference, or a teacher
             if any(hasattr(weight, "ds_id") for weight in base.parameters()):
                 raise RefusedError(

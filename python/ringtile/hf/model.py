@@ -12,12 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForMaskedLMLoss, ForTokenClassification
 
 from ringtile.errors import RefusedError
 from ringtile.hf import attention
 from ringtile.hf.families import SAMPLING, WHOLE_SEQUENCES
 from ringtile.hf.layers import RECURRENT_TYPES, indexers, known_types, mixers
-from ringtile.hf.model_loss import shifts_labels
 from ringtile.hf.patches import Patches
 from ringtile.hf.positions import leave_temperature
 
@@ -64,6 +64,13 @@ def adapters_of(model: nn.Module | None) -> list[Any]:
 def reads_rows(base: PreTrainedModel) -> bool:
     """Whether the head of a model of transformers reads whole rows: it classifies them, or spans of them."""
     return base.base_model is not base and type(base).__name__.endswith(_HEADS_OF_ROWS)
+
+
+def shifts_labels(model: PreTrainedModel) -> bool:
+    """Whether a token is to predict the next label, and not its own."""
+    # transformers' own rule: without a loss_type (GPT-2) the loss is the causal one.
+    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "ForCausalLM")
+    return loss not in (ForMaskedLMLoss, ForTokenClassification)
 
 
 def drops_attention(base: PreTrainedModel) -> bool:

@@ -28,8 +28,7 @@ from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, PADDING, REFUSED, key_of_tree
 from ringtile.hf.layers import LayerMask, layer_masks, mixers
 from ringtile.hf.masks import chunks_count, mask_of_batch, read
-from ringtile.hf.model import attends_causally, drops_attention, text_modules
-from ringtile.hf.model_loss import shifts_labels
+from ringtile.hf.model import attends_causally, drops_attention, shifts_labels, text_modules
 from ringtile.hf.packing import Packing, positions_separate
 from ringtile.hf.patches import Patches
 from ringtile.hf.positions import Positions

@@ -7,8 +7,8 @@ probabilities p_te and c_te = 1 where token t goes to expert e:
 
 It is linear in the probabilities once the counts and the weights are summed over the group, so each rank computes the
 gradients of its own part. Every rank gets the value of the whole, and the size of the group times its own part as the
-gradient: the mean over all ranks, which the engine takes, is then the mean over the different batches. A model whose file has another formula is refused
-by the first batch.
+gradient: the mean over all ranks, which the engine takes, is then the mean over the different batches. A model with
+another formula is refused by the first batch.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ from ringtile.errors import InputError, RefusedError
 from ringtile.hf import trainers
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.keys import IGNORE_INDEX, SEGMENTS, TREE, key_of_tree
-from ringtile.hf.model import attends_causally, dropping
-from ringtile.hf.model_loss import shifts_labels
+from ringtile.hf.model import attends_causally, dropping, shifts_labels
 from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.tree import nodes, tree_position_ids
