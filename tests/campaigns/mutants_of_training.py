@@ -247,13 +247,6 @@ MUTANTS = [
         "tests/hf/test_first_batch_groups.py -k images",
     ),
     Mutant(
-        "first batch: gradients of a steep model's second run have another scale",
-        "python/ringtile/first_batch/proof.py",
-        "again = run(True, scale=scale)",
-        "again = run(True)",
-        "tests/hf/test_first_batch_groups.py -k steeper",
-    ),
-    Mutant(
         "tower: an empty part of features keeps its strides",
         "python/ringtile/transport/groups.py",
         "x.flatten().view(torch.uint8)",

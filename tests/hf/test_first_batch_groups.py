@@ -67,7 +67,7 @@ MADE = {"longer images": _longer_images, "a tree": _a_tree, "steeper": _steeper,
 SAYS = {
     "longer images": "of more than 100 a cut is proved, without the images",
     "a tree": "the first batch is a tree",
-    "steeper": "rounding alone changes hidden states",
+    "steeper": "rounding alone, or random numbers that nothing counts, change hidden states",
 }
 
 

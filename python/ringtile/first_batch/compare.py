@@ -38,10 +38,9 @@ def compare(
     loss: Tensor | None,
     gradient_scale: float,
     scale: float = 1.0,
-    times: float = TIMES,
     named: str = "the loss",
 ) -> Comparison:
-    """The sharded run against the whole one; what differs by more than `times` what rounding explains is a difference.
+    """The sharded run against the whole one; what differs by more than TIMES what rounding explains is a difference.
 
     loss: that of the sharded run, over all ranks; named: in words. gradient_scale: a gradient of the sharded run over
     that of the whole one, where they are equal. scale: that of `record`. A collective of the ranks of the sharded run.
@@ -58,7 +57,7 @@ def compare(
         for event in (event for event in one.values if event in theirs and event in disturbed):
             ratio, words, noise = measure.compared(event, values[event], disturbed[event], theirs[event])
             found.forward, found.noise = max(found.forward, ratio), max(found.noise, noise)
-            if ratio > times and not found.difference:
+            if ratio > TIMES and not found.difference:
                 found.difference = f"{_place(event, names)} {words}"
             if event in slopes:
                 effect = measure.effect(event, values[event], disturbed[event], slopes[event])
@@ -69,17 +68,17 @@ def compare(
             if event in others and event in theirs_back
             for around in [measure.around(event, summed)]
         ]
-    _compare_loss(found, whole, rounded, loss, noise_of_loss, times, named)
+    _compare_loss(found, whole, rounded, loss, noise_of_loss, named)
     for measure, event, one_back, other_back, shard_back, around in backward:
         ratio, words, _ = measure.compared(event, one_back, other_back, shard_back, around)
         found.backward = max(found.backward, ratio)
-        if ratio > times and not found.difference:
+        if ratio > TIMES and not found.difference:
             found.difference = f"the gradient that reaches what {_named(event.path, names)} returns {words}"
     return found
 
 
 def _compare_loss(
-    found: Comparison, whole: LossRun, rounded: LossRun, loss: Tensor | None, noise: float, times: float, named: str
+    found: Comparison, whole: LossRun, rounded: LossRun, loss: Tensor | None, noise: float, named: str
 ) -> None:
     if whole.loss is None or rounded.loss is None or loss is None:
         return
@@ -88,10 +87,10 @@ def _compare_loss(
         return
     noise = max(noise, abs(float(rounded.loss) - mine), _UNITS_OF_LOSS * whole.rounding * abs(mine))
     found.loss = _ratio(abs(theirs - mine), noise)
-    if found.loss > times and not found.difference:
+    if found.loss > TIMES and not found.difference:
         found.difference = (
             f"{named} is {theirs:.6g} on the ranks and {mine:.6g} in one process, from outputs of all modules that "
-            f"are equal, where rounding explains a difference of {times * noise:.1e}"
+            f"are equal, where rounding explains a difference of {TIMES * noise:.1e}"
         )
 
 

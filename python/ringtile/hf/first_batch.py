@@ -2,8 +2,8 @@
 compute what one process computes (docs/design/first_batch.md).
 
 The user's loss runs once, in the step itself. When it first calls the model, the model computes a cut of what it was
-given four times: alone, with nothing sharded; alone, with other rounding; sharded over the group; and alone again.
-Hidden states, outputs and gradients are compared, module by module, and whatever a forward pass may write is put back.
+given three times: alone, with nothing sharded; alone, with other rounding; and sharded over the group. Hidden states,
+outputs and gradients are compared, module by module, and whatever a forward pass may write is put back.
 """
 
 from __future__ import annotations
