@@ -158,7 +158,9 @@ def reason_of(row: dict[str, Any]) -> str:
         reason,
     )
     reason = re.sub(r"\b(it is bidirectional) .*", r"\1", reason)
-    reason = re.sub(r"it has \d+ layers but called ringtile's attention \d+ times", "some layers do not attend", reason)
+    reason = re.sub(
+        r".* on a cut of the first batch: the loss is .*", "its loss on shards is not that of one process", reason
+    )
     return re.sub(r"[|<>]", " ", reason)[: 200 if row["verdict"] == "refused" else 80].strip()
 
 
