@@ -186,12 +186,6 @@ BESIDE = table(
     Refusal("shared_prefix", "exact with shared_prefix", made=DEEPSEEK, config={"shared_prefix": True}),
     Refusal("stream", "picks keys by all tokens of the sequence", made=DEEPSEEK, config={"stream": True}),
     Refusal(
-        "unused parameters",
-        "gets no gradient, for which DDP waits",
-        made=DEEPSEEK,
-        options={"gradient_checkpointing": True},
-    ),
-    Refusal(
         "dropout",
         "exact with attention dropout",
         made=lambda: {"model": sparse("deepseek_v32", attention_dropout=0.1)},

@@ -40,17 +40,9 @@ def _refuse(run: Enabled) -> None:
     if not found:
         return
     path, indexer = next(iter(found.items()))
-    place, args = f"{path} ({type(indexer).__name__})", run.trainer.args
-    by_ddp = not (run.trainer.is_fsdp_enabled or run.trainer.is_deepspeed_enabled)
-    finds = args.ddp_find_unused_parameters
-    waits = finds is False or (finds is None and getattr(args, CHECKPOINTING))  # as Trainer sets up DDP
-    if by_ddp and waits and any(weight.requires_grad for each in found.values() for weight in each.parameters()):
-        raise RefusedError(
-            f"{place} gets no gradient, for which DDP waits, as it is set up for a checkpointed model; expected "
-            f"ddp_find_unused_parameters: true, or indexers that are frozen: requires_grad_(False)"
-        )
+    place = f"{path} ({type(indexer).__name__})"
     beside = {
-        "torch_compile": args.torch_compile,
+        "torch_compile": run.trainer.args.torch_compile,
         "attention dropout": model.drops_attention(run.base),
         "shared_prefix": run.config.shared_prefix,
         f"{type(run.trainer).__name__}, whose loss needs whole sequences": needs_full_sequences(run.trainer),
