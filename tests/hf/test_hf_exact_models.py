@@ -209,12 +209,10 @@ HYBRIDS = [
     ),
 ]
 
-# ---- documents that transformers alone joins stay apart, and the log says so ----------------------
+# ---- documents that transformers alone joins stay apart --------------------------------------------
 
 TEXT_ROW = ("qwen2_vl", "glm4v", "qwen2_5_vl", "ernie4_5_vl_moe")  # of the positions, for M-RoPE: one is for text
 JOINING = ["internvl", "llava", "kimi_k25", "aya_vision", "cohere2_vision", "qwen2_vl", "glm4v"]
-APART = "ringtile keeps the documents of a packed row apart. transformers alone may let"
-NO_CACHE, SAY_ROW = "use_cache false in model.config.text_config", "position_ids (4, B, S)"
 
 
 @dataclass(frozen=True)
@@ -241,7 +239,6 @@ def without_cache(name: str) -> dict[str, Any]:
 
 
 def documents(name: str, ranks: int, count: int | None = None, long: bool = True) -> Cell:
-    said = (APART, *[NO_CACHE] * (count is None), *[SAY_ROW] * (name in TEXT_ROW and count != 4))
     return Cell(
         f"{name} documents, {count or 'no'} rows of positions, {ranks} ranks",
         {**STEPS, "learning_rate": 0.01},
@@ -251,7 +248,6 @@ def documents(name: str, ranks: int, count: int | None = None, long: bool = True
         made=functools.partial(image_text, name),
         made_alone=functools.partial(without_cache, name),
         world=ranks,
-        says=said,
         long=long,
     )
 

@@ -129,7 +129,7 @@ def test_rows_of_text_are_read(name: str) -> None:
     counted = torch.cat([torch.arange(7), torch.arange(9)]).expand(1, 1, 16)
     for rows in (1, 3, 4):
         given = counted.expand(rows, -1, -1) if rows > 1 else counted[0]
-        assert (packing.takes_rows, packing._lacks_text_row(given)) == (
+        assert (packing.takes_rows, packing.lacks_text_row({"position_ids": given})) == (
             ROWS[name][0],
             ROWS[name][0] and (rows == 3 or (rows == 1 and not ROWS[name][1])),
         )

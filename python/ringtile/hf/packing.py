@@ -2,7 +2,8 @@
 
 Where transformers can keep them apart, they stay apart on the ranks that share a sequence. transformers alone does so
 under conditions: a model that makes a cache, as models of images and text do by default, does not, nor does one with
-M-RoPE (Qwen2-VL, GLM-4V) that gets position ids without a row for text.
+M-RoPE (Qwen2-VL, GLM-4V) that gets position ids without a row for text: there the first batch is compared with ringtile
+on one rank.
 
 Shape letters: B batch, S global tokens.
 """
@@ -21,10 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
-from ringtile.hf.batch import CHECKPOINTING
 from ringtile.hf.families import JOIN_DOCUMENTS
 from ringtile.hf.layers import layer_masks
-from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS, documents_of, positions_alone_separate, positions_restart
+from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS, positions_alone_separate, positions_restart
 from ringtile.hf.model import text_modules
 
 logger = logging.getLogger("ringtile")
@@ -38,9 +38,8 @@ class Packing:
     """
 
     def __init__(self, model: PreTrainedModel, *, causal: bool, hybrid: bool, is_main_process: bool) -> None:
-        self._model, self._causal, self._hybrid, self._logs = model, causal, hybrid, is_main_process
+        self._model, self._causal, self._logs = model, causal, is_main_process
         self.separate = hybrid or positions_separate(model, causal)  # by position ids alone; None: not known
-        self._flash = _is_flash(model)
         forwards = _forwards(model)
         self.takes_rows = any(each.reads_text_row for each in forwards)  # position_ids (3 or 4, B, S)
         self._makes_text_row = any(each.makes_text_row for each in forwards)
@@ -53,9 +52,7 @@ class Packing:
         if not positions_restart(inputs):
             return
         self._say_chunks()
-        if self.separate:
-            self._say_transformers_joins(inputs)
-        elif positions_alone_separate(inputs):
+        if not self.separate and positions_alone_separate(inputs):
             self._say_joined()
 
     def _check_left_padding(self, attention_mask: Any, labels: Any) -> None:
@@ -72,37 +69,12 @@ class Packing:
                 "your data collator, as for a row without padding, whose first token nothing predicts"
             )
 
-    def kept_apart(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a model's call, with which transformers alone keeps documents apart."""
-        if not self.separate or not positions_restart(kwargs):
-            return kwargs
-        kwargs = {**kwargs}
-        if kwargs.get("use_cache") is None:
-            kwargs["use_cache"] = False
-        if self._lacks_text_row(kwargs["position_ids"]):
-            documents = documents_of(kwargs["position_ids"])
-            assert documents is not None  # they start again
-            kwargs["position_ids"] = documents.expand(4, *documents.shape)
-        return kwargs
-
-    def _lacks_text_row(self, position_ids: Tensor) -> bool:
-        """Whether the model's masks tell no documents apart by these ids, but would by a first row of text."""
-        if position_ids.dim() == 2:
-            return self.takes_rows and not self._makes_text_row
-        return self.takes_rows and position_ids.size(0) == 3
-
-    def _say_transformers_joins(self, inputs: Mapping[str, Any]) -> None:
-        needs, makes_cache = [], getattr(self._model.config.get_text_config(), "use_cache", False)
-        if makes_cache and not self._flash and not getattr(self._model, f"is_{CHECKPOINTING}"):
-            needs.append(f"use_cache false in {_path_of_text_config(self._model)}")
-        if self._lacks_text_row(inputs["position_ids"]):
-            needs.append("position_ids (4, B, S) whose first row counts the tokens of each document")
-        if needs and not self._hybrid:
-            self._say(
-                f"ringtile keeps the documents of a packed row apart. transformers alone may let those of "
-                f"{type(self._model).__name__} attend each other; to keep them apart there, it needs "
-                f"{' and '.join(needs)}"
-            )
+    def lacks_text_row(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether a model's own masks do not tell the documents of a batch apart, but would by a first row of text."""
+        if not self.takes_rows or not positions_restart(inputs):
+            return False
+        position_ids: Tensor = inputs["position_ids"]
+        return position_ids.size(0) == 3 if position_ids.dim() == 3 else not self._makes_text_row
 
     def _say_chunks(self) -> None:
         layers = layer_masks(self._model.config.get_text_config(), self._causal)
@@ -211,9 +183,3 @@ def _hands_positions(forward: ast.AST) -> bool:
 
 def _is_flash(model: PreTrainedModel) -> bool:
     return "flash" in str(model.config._attn_implementation)
-
-
-def _path_of_text_config(model: PreTrainedModel) -> str:
-    text, config = model.config.get_text_config(), model.config
-    name = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
-    return "model.config" if name is None else f"model.config.{name}"

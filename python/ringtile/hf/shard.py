@@ -124,7 +124,7 @@ class Sharding:
             assert main is not None  # of it the batch was made
             call = ModelCall((main.size(0), main.size(1)), None, main.size(1), counted)
             _begin(call, at_seam=any(inputs.get(name) is not None for name in self.reading.besides))
-            return self._packing.kept_apart({**inputs, "use_cache": False}), None
+            return {**inputs, "use_cache": False}, None
         self.num_batches += 1
         batch.group, batch.mean_share, batch.room = self._group, 1 / batch.sequence.world_size, self.room
         assert batch.token_weights is not None
@@ -141,7 +141,7 @@ class Sharding:
     def _is_plain(self, inputs: Mapping[str, Any]) -> bool:
         """Whether transformers' own code computes in this batch what ringtile's does."""
         main = main_input((), inputs)
-        if main is None or not attends_whole(self._base):
+        if main is None or not attends_whole(self._base) or self._packing.lacks_text_row(inputs):
             return False
         if mixers(text_modules(self._base)) or drops_attention(self._base):
             # Recurrent layers of transformers are less exact, and join documents; no counters drop its attention.
