@@ -53,7 +53,6 @@ class _Tokens:
     shape: tuple[int, int]  # (B, N)
     seq_len: int  # of the row, without the layout's padding
     places: Tensor  # int64 (T, 2): row in the step's batch, position in the row
-    is_sharded: bool
     outside: _Calls = field(default_factory=lambda: _Calls(recomputed=False))  # of all layers
     inside: dict[nn.Module, _Calls] = field(default_factory=dict)  # of each layer, since it was last entered
     totals: dict[tuple[str, int], int] = field(default_factory=dict)  # calls of the forward, by module and tile
@@ -156,7 +155,7 @@ class CountedDropout(TrainerCallback):
         places = torch.stack([rows[:, None].expand(-1, num_tokens), positions.expand(num_rows, -1)], dim=-1)
         step, seq_len = self._trainer.state.global_step, num_tokens if batch is None else batch.seq_len
         places = places.flatten(0, 1).contiguous()
-        self._tokens = _Tokens(step, (num_rows, num_tokens), seq_len, places, batch is not None)
+        self._tokens = _Tokens(step, (num_rows, num_tokens), seq_len, places)
         if torch.is_grad_enabled():
             self._graphs.append(self._tokens)
 
@@ -167,7 +166,7 @@ class CountedDropout(TrainerCallback):
             rows, positions = tokens.rows, torch.arange(tokens.seq_len, device=tokens.places.device)
             shape = rows.numel(), tokens.seq_len
             places = torch.stack([rows[:, None].expand(shape), positions.expand(shape)], dim=-1).flatten(0, 1)
-            self._tokens = _Tokens(tokens.step, shape, tokens.seq_len, places.contiguous(), is_sharded=False)
+            self._tokens = _Tokens(tokens.step, shape, tokens.seq_len, places.contiguous())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter_layer(self, layer: nn.Module, args: Any) -> None:
@@ -195,7 +194,7 @@ class CountedDropout(TrainerCallback):
             if not module.training or module.p == 0:
                 return input
             tokens, recomputes = self._tokens_now()
-            places = None if tokens is None else _places_of(name, input, tokens)
+            places = None if tokens is None else _places_of(input, tokens)
             if tokens is None or places is None:
                 return nn.Dropout.forward(module, input)
             call = _call_number(name, layer, tokens, recomputes)
@@ -218,7 +217,7 @@ class CountedDropout(TrainerCallback):
             if not module.training:
                 return output
             tokens, recomputes = self._tokens_now()
-            places = None if tokens is None else _places_of(name, output, tokens)
+            places = None if tokens is None else _places_of(output, tokens)
             if tokens is None or places is None:
                 return cast("Tensor", neftune_post_forward_hook(module, args, output))  # type: ignore[no-untyped-call]
             stream = _stream(name, _call_number(name, None, tokens, recomputes))
@@ -248,8 +247,8 @@ def _stream(name: str, call: int) -> int:
     return zlib.crc32(name.encode() if call == 0 else f"{name}:{call}".encode())
 
 
-def _places_of(name: str, x: Tensor, tokens: _Tokens) -> Tensor | None:
-    """The places of the tokens of x; None where they are not known and one process may draw as torch does."""
+def _places_of(x: Tensor, tokens: _Tokens) -> Tensor | None:
+    """The places of the tokens of x; None: it holds no vector for each, and torch draws."""
     tile = running_tile()
     places = tokens.places if tile is None else tokens.places[tile.tokens]
     leading = tokens.shape if tile is None else tile.shape
@@ -257,12 +256,7 @@ def _places_of(name: str, x: Tensor, tokens: _Tokens) -> Tensor | None:
         return places
     if tile is None and x.dim() == 2 and x.size(0) == tokens.shape[0]:  # one vector for each row, which was pooled
         return torch.stack([tokens.rows, torch.zeros_like(tokens.rows)], dim=-1)
-    if not tokens.is_sharded:
-        return None
-    raise RefusedError(
-        f"{name} drops entries of a tensor {tuple(x.shape)}; expected one vector for each token, {(*leading, 'F')} or "
-        f"{(places.size(0), 'F')}; set its rate to 0 in the model's config"
-    )
+    return None
 
 
 def _call_number(name: str, layer: nn.Module | None, tokens: _Tokens, recomputes: bool) -> int:
