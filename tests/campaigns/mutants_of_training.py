@@ -226,13 +226,6 @@ MUTANTS = [
         "tests/hf/test_liger.py -k balancing",
     ),
     Mutant(
-        "liger: its fused loss is not seen",
-        "python/ringtile/hf/liger.py",
-        "            patches.share(file, _FUSED_LOSS, watched)\n",
-        "            pass\n",
-        "tests/hf/test_liger.py -k of_shards",
-    ),
-    Mutant(
         "outputs: a view of the padded row",
         "python/ringtile/hf/batch.py",
         "whole.contiguous() if self.rows is None",

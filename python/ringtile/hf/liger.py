@@ -67,13 +67,3 @@ def check_liger(trainer: Trainer) -> None:
 def has_fused_loss(model: PreTrainedModel) -> bool:
     """Whether the model's forward is Liger's, or another library's (axolotl's) that calls its fused loss."""
     return from_liger(model) or hasattr(sys.modules.get(model.forward.__module__), _FUSED_LOSS)
-
-
-def watch_fused_loss(model: PreTrainedModel, watched: Callable[..., Any], patches: Patches) -> None:
-    """Calls watched(original, ...) for Liger's fused loss, if the model's forward calls it."""
-    if not has_fused_loss(model):
-        return
-    own = model.forward.__module__
-    for name, file in list(sys.modules.items()):  # Liger's forward of one model may call that of another file
-        if (name == own or name.startswith(f"{_PACKAGE}.")) and hasattr(file, _FUSED_LOSS):
-            patches.share(file, _FUSED_LOSS, watched)

@@ -1,7 +1,8 @@
 """Trainers whose loss is a sum over tokens, wherever the tokens are: each rank computes it on its shard.
 
 With T targets in the accumulation window over all different batches and N ranks, each rank's loss is
-N * (its sum of token losses) / T, so the engine's mean over N ranks is the loss, and the gradient, of one process.
+N * (its sum of token losses) / T, so the engine's mean over N ranks is the loss, and the gradient, of one process. The
+factor is the Trainer's own: SFTTrainer adds its balancing loss behind it, which each rank has in full.
 """
 
 from __future__ import annotations
