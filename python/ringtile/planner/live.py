@@ -31,6 +31,7 @@ _PRODUCTS = {  # matrix products, and the position of their first factor among t
     **dict.fromkeys((_aten.mm, _aten.bmm, _aten._grouped_mm), 0),
     **dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm, _aten.baddbmm_), 1),
 }
+_MEMO = Memo()  # of all plans of this process
 
 
 class _Storage:
@@ -63,7 +64,6 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: Any = WeakIdKeyDictionary()
         self._part: str | None = None
         self._at_new_peak = False
-        self._memo = Memo()
 
     def reset_peak(self) -> None:
         """Forgets the peak and the flops so far."""
@@ -193,7 +193,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif packet is _aten._grouped_mm:
             out = _grouped_product(*args, **kwargs)
         else:
-            out = self._memo.run(func, args, kwargs)
+            out = _MEMO.run(func, args, kwargs)
         if packet in _COPIED_BY_GLOO and self._over_gloo:
             copy = _Storage(max(x.nbytes for x in tree_iter(args) if isinstance(x, Tensor)), "engine")
             self.parts["engine"] += copy.num_bytes

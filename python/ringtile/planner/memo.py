@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.utils._pytree import tree_iter
 
 _CPU = torch.device("cpu")
@@ -18,8 +18,7 @@ _NOTHING, _FIRST, _NEW, _VIEW = "None", "the first argument", "a new tensor", "a
 
 class _Answer(NamedTuple):
     kind: str
-    mode: FakeTensorMode | None = None
-    attributes: Any = None  # of a new fake tensor
+    attributes: Any = None  # of a new fake tensor, but its mode
     shape: Any = None
     stride: Any = None
     offset: Any = None
@@ -27,7 +26,7 @@ class _Answer(NamedTuple):
 
 
 class Memo:
-    """Answers ops whose arguments had the same shapes, strides, dtypes and values before.
+    """Answers ops whose arguments had the same shapes, strides, dtypes and values before, under any fake mode.
 
     An answer is None, the first argument, a view of it, a new tensor, or several of these. Other ops run each time.
     """
@@ -93,16 +92,18 @@ def _answer_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], 
             return None
         kind = _VIEW
     attributes = vars(FakeTensor(out.fake_mode, torch.empty(0, device="meta"), _CPU))
-    answer = _Answer(kind, out.fake_mode, attributes, out.shape, out.stride(), out.storage_offset(), out.dtype)
+    del attributes["fake_mode"]
+    answer = _Answer(kind, attributes, out.shape, out.stride(), out.storage_offset(), out.dtype)
     made = _made(answer, args)
     assert made is not None
     return answer if made.untyped_storage().nbytes() == storage.nbytes() else None
 
 
 def _made(answer: _Answer, args: tuple[Any, ...]) -> Tensor | None:
-    kind, mode, attributes, shape, stride, offset, dtype = answer
-    if mode is None:
+    kind, attributes, shape, stride, offset, dtype = answer
+    if attributes is None:
         return None if kind is _NOTHING else args[0]
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with in_kernel_invocation_manager(mode):
         if kind is _NEW:
             made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -110,5 +111,5 @@ def _made(answer: _Answer, args: tuple[Any, ...]) -> Tensor | None:
             made = args[0].as_strided(shape, stride, offset)
     # As FakeTensor's own constructor, whose checks take longer than all else here.
     fake = Tensor._make_subclass(FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=_CPU)
-    fake.__dict__.update(attributes)
+    fake.__dict__.update(attributes, fake_mode=mode)
     return fake
