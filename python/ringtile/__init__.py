@@ -44,7 +44,7 @@ _LAZY = {
     "Config": "config",
     "ContextParallel": "torch_context_parallel.parallel_style",
     "causal_conv1d": "recurrent.functions",
-    "check_first_batch": "torch_context_parallel.check",
+    "check_first_batch": "torch_context_parallel.context",
     "context_parallel": "torch_context_parallel.context",
     "context_parallel_shard": "torch_context_parallel.buffers",
     "context_parallel_unshard": "torch_context_parallel.buffers",
@@ -86,8 +86,7 @@ if TYPE_CHECKING:
     from ringtile.tiled.loss import tiled_linear_cross_entropy
     from ringtile.tiled.mlp import tiled_mlp
     from ringtile.torch_context_parallel.buffers import context_parallel_shard, context_parallel_unshard
-    from ringtile.torch_context_parallel.check import check_first_batch
-    from ringtile.torch_context_parallel.context import context_parallel
+    from ringtile.torch_context_parallel.context import check_first_batch, context_parallel
     from ringtile.torch_context_parallel.flex import create_cp_block_mask, flex_attention
     from ringtile.torch_context_parallel.parallel_style import (
         ContextParallel,

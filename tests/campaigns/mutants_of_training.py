@@ -283,9 +283,9 @@ MUTANTS = [
     ),
     Mutant(
         "recurrences: a block's mask is not narrowed to its causal part",
-        "python/ringtile/torch_context_parallel/recurrences.py",
-        "return scope.sequence.causal",
-        "return scope.sequence",
+        "python/ringtile/torch_context_parallel/mode.py",
+        'call.arguments["sequence"] = sequence.causal',
+        'call.arguments["sequence"] = sequence',
         "tests/torch_cp/test_torch_cp_recurrent.py -k in_a_block",
     ),
     # ---- labels and the scale of the loss

@@ -122,6 +122,39 @@ def test_a_window_that_attention_is_not_told_of_is_refused() -> None:
     in_block(attend, mask=window & IntervalMask.documents([10, 6]))
     in_block(attend, mask=IntervalMask.documents([9, 7]))  # never longer than the window
     in_block(attend, seq_len=9)
+    in_block(attend, world_size=1)
+
+
+# ---- positions that a model makes ---------------------------------------------------------------
+
+WEIGHT = torch.ones(16, 4)
+MADE: dict[str, Callable[[Tensor], Any]] = {
+    "embedded": lambda x: F.embedding(torch.arange(0, x.size(2)), WEIGHT),
+    "rotated": lambda x: (
+        (torch.arange(x.size(2), device=x.device) + 0).unsqueeze(0)[:, None, :].expand(2, 1, -1).float()
+    ),
+    "multiplied": lambda x: torch.outer(torch.arange(x.size(2)), WEIGHT[0]),
+    "floats": lambda x: torch.arange(x.size(2), dtype=x.dtype),
+}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_positions_that_count_a_shard_from_0_are_refused(made: Callable[[Tensor], Any], layout: str) -> None:
+    with pytest.raises(InputError, match=r"positions of 8 tokens that count from 0 on every rank.*pass position_ids"):
+        in_block(lambda qkv: made(qkv[0]), layout=layout)
+    in_block(lambda qkv: made(qkv[0]), world_size=1, mask=IntervalMask.causal(16))
+
+
+def test_other_counts_are_not_positions() -> None:
+    def count(group: LoopbackGroup) -> None:
+        rank, tokens = group.transport.rank, torch.zeros(16, 4)
+        with context_parallel(group, buffers=[tokens], buffer_seq_dims=[0], layout="contiguous"):
+            F.embedding(torch.arange(8) + 8 * rank, WEIGHT)  # of this rank's tokens
+            tokens[torch.arange(8).unsqueeze(1).expand(-1, 2).reshape(-1)].float()  # indices: experts of each token
+            torch.arange(0, 16, 2).float()  # frequencies
+
+    LoopbackWorld(2).run(count)
 
 
 # ---- random numbers -----------------------------------------------------------------------------
@@ -311,7 +344,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "position_ids of packed documents, which context_parallel": lambda: differences(
         "llama", True, False, IntervalMask.tree([-1, 0, 0], [7, 20, 5])
     ),
-    "the model got no position_ids, and would count from 0 on every rank": lambda: forward(
+    "positions of 16 tokens that count from 0 on every rank: the model got no position_ids": lambda: forward(
         tiny_model(), positions=False
     ),
     "position_ids of packed documents": lambda: differences("llama", True, False),
@@ -380,5 +413,23 @@ def test_labels_inside_the_block_are_exact_with_a_count(given: str, ignored: lis
 def test_labels_inside_the_block_are_refused(given: str) -> None:
     targets = batch(packed=False)[1]
     targets[:, :20] = -100
-    with pytest.raises(RefusedError, match=r"the model was given labels, whose loss (shifts|averages)"):
+    with pytest.raises(RefusedError, match=r"labels are (shifted|averaged over targets).* within a shard"):
         _labeled(given, targets)
+
+
+@pytest.mark.parametrize("ignored", [0, 1])
+def test_a_mean_in_a_loop_is_that_of_one_process_or_refused(ignored: int) -> None:
+    logits, targets = torch.randn(16, 8, dtype=torch.float64), torch.arange(16) % 8
+    targets[:ignored] = -100
+
+    def on_rank(group: LoopbackGroup) -> float:
+        tensors = [logits.clone(), targets.clone()]
+        with context_parallel(group, buffers=tensors, buffer_seq_dims=[0, 0]):
+            return float(F.cross_entropy(*tensors))
+
+    if ignored:
+        with pytest.raises(RefusedError, match="averaged over targets, of which ranks have different numbers"):
+            LoopbackWorld(2).run(on_rank)
+    else:
+        losses = LoopbackWorld(2).run(on_rank)
+        assert sum(losses) / 2 == pytest.approx(float(F.cross_entropy(logits, targets)), rel=1e-12)

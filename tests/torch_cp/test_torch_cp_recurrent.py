@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from pool import run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RefusedError, ShardedSequence, context_parallel
-from ringtile.torch_context_parallel.mode import RingMode, run_in_mode
+from ringtile.torch_context_parallel.mode import RingMode
 from ringtile.torch_context_parallel.scope import AttentionScope
 from torch import Tensor, nn
 from torch.nn import functional
@@ -146,8 +146,8 @@ def test_a_module_under_context_parallel_takes_the_layout_that_its_tokens_were_s
     def rank(group: Any) -> Tensor:
         x, weight, _ = inputs()
         (local,) = ringtile.context_parallel_shard(group, (x,), (1,), load_balancer="zigzag")
-        mode = RingMode(AttentionScope(group))  # as ContextParallel makes it
-        out = run_in_mode(mode, ringtile.causal_conv1d, local, weight)
+        with RingMode(AttentionScope(group)):  # as ContextParallel makes it
+            out = ringtile.causal_conv1d(local, weight)
         (out,) = ringtile.context_parallel_unshard(group, [out], [1])
         return out  # type: ignore[no-any-return]
 

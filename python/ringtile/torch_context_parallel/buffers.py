@@ -60,8 +60,8 @@ def context_parallel_shard(
     group = group_of(mesh)
     transport = transport_of(group)
     with transport.propagate_errors("context_parallel_shard"):
-        pairs = _pairs(buffers, seq_dims)
-        layout = _layout(load_balancer, _seq_len(list(pairs.values())), transport.world_size)
+        pairs = pairs_of(buffers, seq_dims)
+        layout = _layout(load_balancer, seq_len_of(pairs), transport.world_size)
         remember_layout(group, layout)
         shards: dict[Any, Buffer] = {}
         for name, (buffer, dim) in pairs.items():
@@ -85,7 +85,7 @@ def context_parallel_unshard(
     group = group_of(mesh)
     transport = transport_of(group)
     with transport.propagate_errors("context_parallel_unshard"):
-        pairs = _pairs(buffers, seq_dims)
+        pairs = pairs_of(buffers, seq_dims)
         for name, (buffer, _) in pairs.items():
             if not isinstance(buffer, Tensor):
                 raise InputError(f"buffer {name} is a BlockMask, which cannot be unsharded; keep the global one")
@@ -119,10 +119,10 @@ def as_list(items: Any, name: str) -> list[Any]:
     return list(items)
 
 
-def _pairs(
+def pairs_of(
     buffers: Sequence[Buffer] | Mapping[str, Buffer], seq_dims: Sequence[int] | Mapping[str, int]
 ) -> dict[Any, tuple[Buffer, int]]:
-    """Each buffer with its sequence dim, by name or index."""
+    """Each buffer with its sequence dim, by name or index. InputError: they are not buffers, or not dims of them."""
     named, dims = _by_name(buffers, "buffers"), _by_name(seq_dims, "seq_dims")
     if named.keys() != dims.keys() or not named:
         raise InputError(f"buffers {list(named)} and seq_dims {list(dims)}; expected one dim for every buffer")
@@ -141,8 +141,9 @@ def _by_name(items: Any, name: str) -> dict[Any, Any]:
     return dict(items) if isinstance(items, Mapping) else dict(enumerate(as_list(items, name)))
 
 
-def _seq_len(pairs: list[tuple[Buffer, int]]) -> int:
-    sizes = [buffer.size(dim) if isinstance(buffer, Tensor) else buffer.seq_lengths[0] for buffer, dim in pairs]
+def seq_len_of(pairs: Mapping[Any, tuple[Buffer, int]]) -> int:
+    """S. InputError: the buffers have different numbers of tokens."""
+    sizes = [x.size(dim) if isinstance(x, Tensor) else x.seq_lengths[0] for x, dim in pairs.values()]
     if len(set(sizes)) > 1:
         raise InputError(f"buffers have {sizes} tokens in their sequence dims; expected one length")
     return int(sizes[0])

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Literal
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ringtile.errors import InputError, RefusedError
+from ringtile.first_batch.compare import Comparison
 from ringtile.random_states import drawn_since, random_states
 from ringtile.scheme import Scheme
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.torch_context_parallel.buffers import as_list
+from ringtile.torch_context_parallel.buffers import as_list, pairs_of, seq_len_of
 from ringtile.torch_context_parallel.first_block import FirstBlock, set_content
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of, override, unmasked_sequence
-from ringtile.torch_context_parallel.mode import RingMode, entered, keep_modes, refusals_on_the_surface
+from ringtile.torch_context_parallel.mode import RingMode, entered, keep_modes
 from ringtile.torch_context_parallel.noticing import ShardedBuffer
 from ringtile.torch_context_parallel.scope import AttentionScope
 from ringtile.torch_context_parallel.whole_inputs import Model
@@ -112,6 +115,40 @@ def context_parallel(
                 set_content(buffer, content)
 
 
+def check_first_batch(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    loss: Callable[[nn.Module, Mapping[str, Tensor]], Tensor],
+    mesh: Mesh,
+    *,
+    seq_dim: int = 1,
+    layout: Layout | str = "zigzag",
+    mask: IntervalMask | None = None,
+    scheme: str = "ring",
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Comparison:
+    """Prove that a loss computed inside `context_parallel` is that of one process, module by module; call it once,
+    before the first step, on every rank of the mesh.
+
+    model: its modules are compared; under DDP, FSDP2 or bare. batch: tensors of the whole sequence, the same on every
+    rank, with S tokens in seq_dim: the buffers of `context_parallel`, whose other arguments mesh, layout, mask and
+    scheme are. loss(model, batch): runs the model on the batch, which is whole or sharded, and returns a loss ().
+    reduction: "mean" if the engine averages gradients over the ranks (DDP, FSDP2), "sum" if it adds them.
+
+    A cut of some 512 tokens is computed whole, whole with other rounding, and sharded. Nothing changes: no weight, no
+    gradient, no buffer, no generator of random numbers. Returns a `Comparison`: the largest difference over that of
+    rounding, and the number of modules.
+    Raises RefusedError, naming the first module or gradient that differs; InputError; what `context_parallel` raises.
+    """
+    if reduction not in ("mean", "sum"):
+        raise InputError(f"reduction is {reduction!r}; expected 'mean' or 'sum'")
+    tensors = dict(batch)
+    dims = [seq_dim] * len(tensors)
+    block = FirstBlock(context_parallel, group_of(mesh), list(tensors.values()), dims, layout, mask, scheme)
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return block.check(inner, lambda: loss(inner, tensors), averages=reduction == "mean")
+
+
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models of first blocks that were checked
 
 
@@ -148,7 +185,7 @@ def _in_force(
 
     mode = RingMode(scope, buffers, enter)
     before = random_states()
-    with refusals_on_the_surface(), enter():
+    with enter():
         yield mode
     drawn = drawn_since(before)
     transport = transport_of(group)
@@ -165,26 +202,15 @@ def _seq_len(
     buffers: list[Tensor], seq_dims: list[int], kept: list[Tensor], layout: Layout | str, mask: IntervalMask | None
 ) -> int | None:
     """S, from the buffers, the mask or the layout; None if there is neither. Checks the buffers."""
-    if len(buffers) != len(seq_dims):
-        raise InputError(f"{len(buffers)} buffers and {len(seq_dims)} buffer_seq_dims; expected the same number")
     if not all(any(x is buffer for buffer in buffers) for x in kept):
         raise InputError("no_restore_buffers has a tensor that is not in buffers; expected a subset")
-    sizes = []
-    for i, (buffer, dim) in enumerate(zip(buffers, seq_dims, strict=True)):
-        if not isinstance(buffer, Tensor) or type(dim) is not int:
-            raise InputError(
-                f"buffer {i} is a {type(buffer).__name__}, its sequence dim a {type(dim).__name__}; expected a tensor "
-                "and an int"
-            )
-        if not -buffer.dim() <= dim < buffer.dim():
-            raise InputError(f"buffer {i} is {tuple(buffer.shape)}, its sequence dim {dim}; expected one of its dims")
-        if buffer.requires_grad:
-            raise InputError(f"buffer {i} {tuple(buffer.shape)} requires grad; use Layout.shard, or detach it")
+    pairs = pairs_of(buffers, seq_dims) if buffers or seq_dims else {}
+    for i, buffer in enumerate(buffers):
+        if not isinstance(buffer, Tensor) or buffer.requires_grad:
+            raise InputError(f"buffer {i} is a BlockMask or requires grad; use Layout.shard, or detach it")
         if any(buffer is other for other in buffers[:i]):
             raise InputError(f"buffer {i} is given twice; expected every tensor once")
-        sizes.append(buffer.size(dim))
-    if len(set(sizes)) > 1:
-        raise InputError(f"buffers have {sizes} tokens in their sequence dims; expected one length")
+    sizes = [seq_len_of(pairs)] if pairs else []
     if mask is not None:
         if not isinstance(mask, IntervalMask):
             raise InputError(

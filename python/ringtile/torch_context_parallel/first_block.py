@@ -20,6 +20,7 @@ from ringtile.first_batch.trace import ModelCall, Trace
 from ringtile.first_batch.unchanged import Unchanged, without_checkpoints
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
+from ringtile.torch_context_parallel.buffers import pairs_of, seq_len_of
 from ringtile.torch_context_parallel.group_layouts import layout_of, unmasked_sequence
 from ringtile.transport.groups import Group, transport_of
 
@@ -90,11 +91,8 @@ class FirstBlock:
 
     def _cut_size(self, world_size: int) -> tuple[int, int]:
         """Rows and tokens of a cut; all tokens where a Layout says which rank holds them."""
-        sizes = {buffer.size(dim) for buffer, dim in zip(self.buffers, self.dims, strict=True)}
-        if len(sizes) > 1:
-            raise InputError(f"buffers have {sorted(sizes)} tokens in their sequence dims; expected one length")
+        seq_len = seq_len_of(pairs_of(self.buffers, self.dims))
         rows = max((x.size(0) for x, dim in zip(self.buffers, self.dims, strict=True) if dim % x.dim() == 1), default=1)
-        (seq_len,) = sizes
         if isinstance(self.layout, Layout):
             return rows, seq_len
         wanted = max(_TOKENS // max(rows, 1), 16 * world_size)

@@ -2,23 +2,24 @@
 
 Attention must come as scaled_dot_product_attention or flex_attention to run as a ring. Other ways to it would silently
 attend this rank's tokens only. Noticed are: softmax of scores that a product of two activations gave (eager attention),
-PyTorch's fused kernels by their own names, convolutions along the tokens, dropout, a window that the calling function
-knows of and attention does not, what transformers derives from the number of local tokens, and its losses. Nothing is
-noticed in a compiled graph.
+PyTorch's fused kernels by their own names, convolutions along the tokens, dropout, positions that count a shard's
+tokens from 0, labels that are shifted or averaged within a shard, and a window that the calling function knows of and
+attention does not; this alone is read from its frame. Nothing is noticed in a compiled graph.
 
 Shape letters: B batch, S global tokens, N local tokens, W ranks.
 """
 
 from __future__ import annotations
 
-import sys
+import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ringtile.errors import InputError, RefusedError
 from ringtile.sequence.mask import IntervalMask
@@ -33,6 +34,7 @@ _SOFTMAXES = frozenset((F.softmax, torch.softmax, torch.special.softmax, Tensor.
 _DROPOUTS = frozenset(
     (F.dropout, F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, torch.dropout)
 )
+_ADDITIONS = frozenset((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__))
 _KERNELS = ("_scaled_dot_product_", "_flash_attention", "_efficient_attention", "_cudnn_attention", "flash_attn")
 
 
@@ -52,9 +54,10 @@ class Noticing:
         self._buffers = buffers
         self.made_positions: ShardedBuffer | None = None  # those of a model that got whole inputs
         self._scores: set[int] = set()  # numbers of elements of products that may be scores
+        self._counts = WeakTensorKeyDictionary()  # tensors that count a shard's tokens from 0
         self._windows: dict[tuple[ShardedSequence, int], bool] = {}  # whether the sequence's mask is as narrow
 
-    @property
+    @functools.cached_property
     def _world_size(self) -> int:
         return transport_of(self._scope.group).world_size
 
@@ -66,19 +69,21 @@ class Noticing:
             self._check_dropout(func.__name__, *args, **kwargs)
         elif func is torch.conv1d and self._world_size > 1:
             self._check_convolution(*args, **kwargs)
-        elif func is torch.diff and _module_of(caller := caller_of(2)) == "transformers.masking_utils":
+        elif func is torch.diff and "prepend" in kwargs:
             return self._position_steps(args[0] if args else kwargs["input"])
-        elif func is torch.arange and _module_of(caller := caller_of(2)).startswith("transformers.models."):
-            self._check_positions_are_given(caller)
-        elif func in (F.pad, F.cross_entropy) and _module_of(_user_of(caller_of(2))) == "transformers.loss.loss_utils":
+        elif func in (F.pad, F.cross_entropy) and self._world_size > 1:
             self._check_loss(func, *args, **kwargs)
         elif isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             self._check_kernel(str(func))
         return None
 
     def after(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        """Remembers products that may be scores: those of two activations that have a dim of N keys."""
-        if func not in _PRODUCTS or not isinstance(result, Tensor) or result.dim() < 3:
+        """Remembers products that may be scores, those of two activations that have a dim of N keys; and counts."""
+        if not isinstance(result, Tensor):
+            return
+        if func is torch.arange or (self._counts and args and isinstance(args[0], Tensor) and args[0] in self._counts):
+            self._follow_count(func, args, result)
+        if func not in _PRODUCTS or result.dim() < 3:
             return
         operands = [x for x in args if isinstance(x, Tensor)]
         if any(x.dim() < 3 or isinstance(x, nn.Parameter) for x in operands):
@@ -140,6 +145,8 @@ class Noticing:
 
         transformers drops a sliding window where it is not shorter than the tokens that it sees.
         """
+        while caller.f_code.co_name == "__torch_function__" and caller.f_back is not None:  # of modes inside
+            caller = caller.f_back
         window = _window_of(caller)
         sequence = self._scope.sequence
         seq_len = local_len * self._world_size if sequence is None else sequence.seq_len
@@ -169,14 +176,10 @@ class Noticing:
         Those of a shard jump where its runs meet. Steps of 1 make transformers call attention with is_causal and no
         mask, which is right where the positions go on by 1, or the context's mask keeps the documents apart.
         """
-        made = [self.made_positions] if self.made_positions is not None else []
-        for buffer in (*self._buffers, *made) if self._world_size > 1 else ():
-            positions = buffer.full.movedim(buffer.seq_dim, -1)
-            is_this = buffer.local.data_ptr() == position_ids.data_ptr()
-            if is_this and positions.dim() <= 2 and buffer.local.size(buffer.seq_dim) == position_ids.size(-1):
-                break
-        else:
+        buffer = self._buffer_of(position_ids) if self._world_size > 1 else None
+        if buffer is None or buffer.full.dim() > 2 or buffer.local.size(buffer.seq_dim) != position_ids.size(-1):
             return None
+        positions = buffer.full.movedim(buffer.seq_dim, -1)
         scope = self._scope
         documents = IntervalMask.from_position_ids(positions.reshape(-1, positions.size(-1)))
         unpacked = documents.begin.count_nonzero() == 0
@@ -191,45 +194,75 @@ class Noticing:
                 )
         return torch.ones_like(position_ids)
 
-    def _check_positions_are_given(self, caller: types.FrameType) -> None:
-        if self._world_size > 1 and caller.f_locals.get("position_ids", caller) is None:
-            raise self._told(
-                InputError(
-                    "the model got no position_ids, and would count from 0 on every rank; pass "
-                    "position_ids=torch.arange(S)[None], one of the buffers of context_parallel"
-                )
-            )
+    @functools.cached_property
+    def _counted_len(self) -> int | None:
+        """N, if the positions of this rank's tokens are not 0 to N; else, and where only calls tell N, None."""
+        sequence = self._scope.sequence
+        if sequence is None:
+            return None
+        positions = sequence.layout.positions(sequence.rank)
+        return None if positions.equal(torch.arange(len(positions))) else len(positions)
 
-    def _check_loss(self, func: Callable[..., Any], input: Tensor, target: Any, **kwargs: Any) -> None:
-        """transformers' own loss shifts the labels of a shard, or averages over the targets of a shard."""
-        if self._world_size == 1 or (func is F.cross_entropy and self._has_equal_counts(target, kwargs)):
+    def _follow_count(self, func: Callable[..., Any], args: tuple[Any, ...], result: Tensor) -> None:
+        """Refuses a count of this rank's tokens that becomes a number of the model: an embedding, or a float.
+
+        As integers they may as well be indices of local tokens. args[0] is a count; of arange, its length.
+        """
+        if func is torch.arange:
+            if args not in ((self._counted_len,), (0, self._counted_len)):
+                return
+        elif not result.is_floating_point():
+            if func in _ADDITIONS:
+                is_count = type(args[1]) is int and args[1] == 0
+            else:
+                is_count = result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
+            if not is_count:
+                return
+        if not result.is_floating_point():
+            self._counts[result] = True
             return
-        got = "shifts its labels" if func is F.pad else "averages over targets, of which ranks have different numbers,"
         raise self._told(
-            RefusedError(
-                f"the model was given labels, whose loss {got} within a shard; expected shift_labels, shifted before "
-                "the block and among its buffers, with num_items_in_batch, the number of targets of the whole batch "
-                "over the number of ranks that are averaged, or a loss of your own from the model's logits"
+            InputError(
+                f"positions of {self._counted_len} tokens that count from 0 on every rank: the model got no "
+                "position_ids, or makes its own; pass position_ids=torch.arange(S)[None], one of the buffers of "
+                "context_parallel"
             )
         )
 
-    def _has_equal_counts(self, target: Tensor, options: Mapping[str, Any]) -> bool:
-        """Whether a sum, or a mean of which each rank has as many targets as another."""
-        if options.get("reduction", "mean") != "mean":
-            return True
+    def _check_loss(self, func: Callable[..., Any], input: Tensor, target: Any = None, *_: Any, **options: Any) -> None:
+        """Labels among the buffers are not shifted within a shard, nor averaged over the targets of a shard."""
+        labels = input if func is F.pad else target
+        buffer = self._buffer_of(labels)
+        if buffer is None or labels.is_floating_point() or labels.numel() != buffer.local.numel():
+            return
+        if func is F.pad:
+            got = "are shifted"
+        elif options.get("reduction", "mean") != "mean" or self._has_equal_counts(buffer, options):
+            return
+        else:
+            got = "are averaged over targets, of which ranks have different numbers,"
+        raise self._told(
+            RefusedError(
+                f"labels {got} within a shard; expected them shifted before the block (shift_labels of a transformers "
+                "model) and among its buffers, and a sum over them, by the number of targets of the whole batch over "
+                "the number of ranks that are averaged (num_items_in_batch)"
+            )
+        )
+
+    def _has_equal_counts(self, labels: ShardedBuffer, options: dict[str, Any]) -> bool:
+        """Whether each rank has as many targets as another."""
         sequence = self._scope.sequence
-        if sequence is None:
-            return False
+        assert sequence is not None  # there are buffers
         layout = sequence.layout
-        for buffer in self._buffers:
-            if buffer.local.data_ptr() == target.data_ptr() and buffer.local.numel() == target.numel():
-                is_target = buffer.full.movedim(buffer.seq_dim, 0) != options.get("ignore_index", -100)
-                counts = {
-                    int(is_target[layout.positions(rank).to(is_target.device)].sum())
-                    for rank in range(layout.world_size)
-                }
-                return len(counts) == 1
-        return False
+        is_target = labels.full.movedim(labels.seq_dim, 0) != options.get("ignore_index", -100)
+        ranks = range(layout.world_size)
+        return len({int(is_target[layout.positions(rank).to(is_target.device)].sum()) for rank in ranks}) == 1
+
+    def _buffer_of(self, x: Any) -> ShardedBuffer | None:
+        """The buffer whose shard x is, or a view of it from its beginning."""
+        made = [self.made_positions] if self.made_positions is not None else []
+        is_of = [b for b in (*self._buffers, *made) if isinstance(x, Tensor) and b.local.data_ptr() == x.data_ptr()]
+        return is_of[0] if is_of else None
 
     def _told(self, error: RefusedError | InputError) -> RefusedError | InputError:
         return self._scope.told(error)
@@ -243,25 +276,6 @@ def _keeps_apart(mask: IntervalMask, documents: IntervalMask) -> bool:
     restarts = documents.begin == before + 1
     attends = (mask.begin <= before) & (before < mask.end) & (mask.key_end.roll(1, 1) > before + 1)
     return not bool((restarts & attends)[:, 1:].any())
-
-
-def caller_of(depth: int) -> types.FrameType:
-    """The frame that called a torch function, below the handlers of function modes; depth: of the handler itself."""
-    frame = sys._getframe(depth + 1)
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
-def _user_of(frame: types.FrameType) -> types.FrameType:
-    """The frame that called a function of torch's that is written in Python."""
-    while _module_of(frame).startswith("torch.") and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
-def _module_of(frame: types.FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
 
 
 def _window_of(caller: types.FrameType) -> int | None:

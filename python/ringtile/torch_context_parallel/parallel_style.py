@@ -36,7 +36,7 @@ from ringtile.torch_context_parallel.flex import (
     of_local_queries,
 )
 from ringtile.torch_context_parallel.group_layouts import check_layout, group_of, sequence_in_force
-from ringtile.torch_context_parallel.mode import RingMode, keep_modes, run_in_mode
+from ringtile.torch_context_parallel.mode import RingMode, keep_modes
 from ringtile.torch_context_parallel.scope import AttentionScope
 from ringtile.torch_context_parallel.sdpa import sdpa
 from ringtile.transport.groups import propagate_errors
@@ -108,7 +108,8 @@ def _positional(forward: Callable[..., Any]) -> list[str]:
 
 
 def _run_sdpa(forward: Callable[..., Any], scope: AttentionScope, *args: Any, **kwargs: Any) -> Any:
-    return run_in_mode(RingMode(scope), forward, *args, **kwargs)
+    with RingMode(scope):
+        return forward(*args, **kwargs)
 
 
 def _run_flex(
@@ -164,7 +165,8 @@ def _run_flex(
 def _call(mode: TorchFunctionMode, forward: Callable[..., Any], arguments: dict[int | str, Any]) -> Any:
     args = [value for name, value in arguments.items() if isinstance(name, int)]
     kwargs = {name: value for name, value in arguments.items() if isinstance(name, str)}
-    return run_in_mode(mode, forward, *args, **kwargs)
+    with mode:
+        return forward(*args, **kwargs)
 
 
 class GatheredMode(TorchFunctionMode):
