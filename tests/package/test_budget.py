@@ -45,7 +45,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/stream": (5, 1145),
     "tests/tiled": (9, 2370),
     "tests/tools": (2, 290),
-    "tests/torch_cp": (14, 3375),
+    "tests/torch_cp": (14, 3405),
     "tests/transport": (9, 1930),
 }
 
