@@ -12,6 +12,8 @@ from torch.compiler import is_compiling
 
 from ringtile.errors import InputError, shown
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def check_tensor(name: str, x: object) -> None:
     """InputError: x is no tensor, or none of dense numbers in memory."""
@@ -24,15 +26,13 @@ def check_storage(name: str, x: Tensor) -> None:
     """InputError for a tensor without strides, or with a storage smaller than shape and strides say, as FSDP leaves."""
     if is_compiling():
         return
-    if x.is_nested or x.is_quantized or x.layout != torch.strided:
+    if x.is_nested or x.is_quantized or x.layout is not torch.strided:
         kind = "nested" if x.is_nested else "quantized" if x.is_quantized else str(x.layout)
         raise InputError(f"{name} is {kind}; expected a dense tensor with strides: pad it, or call .to_dense()")
-    if type(x) not in (Tensor, torch.nn.Parameter):
+    if type(x) not in _PLAIN or is_functorch_wrapped_tensor(x):
         return  # with storages of its own
-    if x.numel() == 0 or is_functorch_wrapped_tensor(x):
-        return
     stored = x.untyped_storage().nbytes()
-    if stored >= x.nbytes and x.is_contiguous() and x.storage_offset() == 0:
+    if x.numel() == 0 or (stored >= x.nbytes and x.is_contiguous() and x.storage_offset() == 0):
         return
     last = x.storage_offset() + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     if stored < (last + 1) * x.itemsize:

@@ -30,7 +30,7 @@ def check_once(op: str, *tensors: Tensor | None, vmap: bool = True) -> None:
             raise RefusedError(f"{op} inside forward-mode AD; expected first derivatives in reverse mode")
         return
     given = [x for x in tensors if x is not None] if torch.is_grad_enabled() else []
-    if any(x.requires_grad for x in given) and any(x.is_inference() for x in given):
+    if True in [x.requires_grad for x in given] and True in [x.is_inference() for x in given]:
         raise InputError(
             f"{op} of tensors that require grad and of one made in inference mode, which autograd cannot save; make it "
             "under torch.no_grad(), or call .clone() outside of inference mode"

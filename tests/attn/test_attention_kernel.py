@@ -236,7 +236,7 @@ def test_a_capture_measures_nothing(fresh: None, monkeypatch: pytest.MonkeyPatch
 
     def fastest(q: Tensor) -> str:
         of = Block(OnGpu(q), p.k, p.v, sequence.rounds_on(CPU)[0], 1.0, 0.0)
-        return block._backend(call, of, lambda backend: ran.append(backend.name), ()).name
+        return block._backend(block._Task(call, of, lambda backend: ran.append(backend.name), (), (), False)).name
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert fastest(p.q) == "ringtile's attention"

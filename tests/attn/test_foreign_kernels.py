@@ -114,7 +114,7 @@ def test_an_error_after_a_part_was_added_goes_on(monkeypatch: pytest.MonkeyPatch
         backend.forward(block, choose.Running(*state, fresh=False))
 
     with pytest.raises(OfItsOwnError):
-        choose._run(None, block, merge, state, state)  # type: ignore[arg-type]
+        choose._run(choose._Task(None, block, merge, state, state, False))  # type: ignore[arg-type]
     assert versions != choose._versions(state)
 
 
@@ -223,8 +223,10 @@ def test_ranks_choose_what_is_fastest_for_the_slowest(monkeypatch: pytest.Monkey
     monkeypatch.setattr(choose, "_seconds", seconds)
     kept = choose._run
 
-    def seen(call: Any, block: Any, run: Any, *given: Any, **more: Any) -> None:
-        kept(call, block, lambda backend, *states: (ran.add(backend.name), run(backend, *states)), *given, **more)
+    def seen(task: Any) -> None:
+        compute = task.compute
+        task.compute = lambda backend, *states: (ran.add(backend.name), compute(backend, *states))
+        kept(task)
 
     monkeypatch.setattr(choose, "_run", seen)
     p, layout = problem(v_head_dim=16, dtype=torch.float32), Layout.zigzag(48, 2)

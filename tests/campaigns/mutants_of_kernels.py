@@ -299,9 +299,16 @@ MUTANTS = [
         "tests/sequence/test_mask.py",
     ),
     Mutant(
+        "sequence: a call like one before is not looked at where the mask was written to",
+        "python/ringtile/attn/call.py",
+        "if key is not None and sequence.is_unchanged() else None",
+        "if key is not None else None",
+        "tests/sequence/test_sharded.py",
+    ),
+    Mutant(
         "sequence: equal tensors taken for those of a mask that was written to",
         "python/ringtile/sequence/sharded.py",
-        "if sequence._is_unchanged() and all(map(_equal, sequence._tensors, given)):",
+        "if sequence.is_unchanged() and all(map(_equal, sequence._tensors, given)):",
         "if all(map(_equal, sequence._tensors[2:], given[2:])):",
         "tests/sequence/test_sharded.py",
     ),
@@ -450,8 +457,8 @@ MUTANTS = [
     Mutant(
         "attention: who computes a block without a gradient of lse is remembered for blocks with one",
         "python/ringtile/attn/choose.py",
-        "*options, takes_dlse, backward",
-        "*options, False, backward",
+        "takes_dlse, backward\n    return",
+        "False, backward\n    return",
         "tests/attn/test_ring_host.py",
     ),
     Mutant(

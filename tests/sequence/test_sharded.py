@@ -23,6 +23,7 @@ from ringtile import (
 from ringtile.attn.op import attend as attend_through_op
 from ringtile.sequence import sharded
 from ringtile.transport.loopback import LoopbackGroup
+from torch import Tensor
 
 CAUSAL, ZIGZAG = IntervalMask.causal(40), Layout.zigzag(40, 2)
 ONE = Layout.contiguous(40, 1)
@@ -263,3 +264,52 @@ def test_the_mask_that_was_asked_for_longest_ago_is_forgotten() -> None:
         _ = sequence & mask
     assert (sequence & masks[0]) is first
     assert (sequence & masks[1]) is not second
+
+
+CHANGES: dict[str, Callable[[Tensor], dict[str, Any]]] = {  # of k, after a call that was right
+    "freed": lambda k: (k.untyped_storage().resize_(0), {"k": k})[1],
+    "sparse": lambda k: {"k": k.to_sparse()},
+    "another dtype": lambda k: {"k": k.double()},
+    "another batch": lambda k: {"k": k[:1]},
+    "other strides": lambda k: {"k": torch.zeros(2, 16, 2, 16)[..., ::2]},
+    "on another device": lambda k: {"k": k.to("meta")},
+    "no tensor": lambda k: {"k": None},
+    "a scale that is none": lambda k: {"scale": "small"},
+    "a softcap that no float32 holds": lambda k: {"softcap": 1e-40},
+    "no such kernel": lambda k: {"attention_kernel": "fast"},
+    "a kernel that no dict holds": lambda k: {"attention_kernel": ["auto"]},
+    "a mask that was written to": lambda k: {},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_call_differs_in_from_the_one_before_is_checked(change: str) -> None:
+    mask = IntervalMask.causal(16)
+    sequence = ShardedSequence(mask, Layout.contiguous(16, 1))
+    q, k, v = (torch.randn(2, 16, 2, 8) for _ in range(3))
+    expected = ring_attention(q, k, v, sequence)
+    assert torch.equal(ring_attention(q, k, v, sequence, scale=8**-0.5), expected)
+    assert not torch.equal(ring_attention(q, k, v, sequence, scale=1.0), expected)
+    if "mask" in change:
+        mask.begin.fill_(3)
+    given = {"q": q, "k": k, "v": v, **CHANGES[change](k)}
+    with pytest.raises(InputError):
+        ring_attention(**given, sequence=sequence)
+
+
+def test_a_scale_that_is_written_to_is_read_in_every_call() -> None:
+    sequence, scale = ShardedSequence(IntervalMask.causal(16), Layout.contiguous(16, 1)), torch.tensor(0.5)
+    q = torch.randn(1, 16, 2, 8)
+    one = ring_attention(q, q, q, sequence, scale=scale)  # type: ignore[arg-type]
+    scale.fill_(0.25)
+    other = ring_attention(q, q, q, sequence, scale=scale)  # type: ignore[arg-type]
+    assert not torch.equal(one, other)
+    assert torch.equal(other, ring_attention(q, q, q, sequence, scale=0.25))
+
+
+def test_calls_with_a_scale_each_are_forgotten() -> None:
+    sequence = ShardedSequence(IntervalMask.causal(4), Layout.contiguous(4, 1))
+    q = torch.zeros(1, 4, 1, 8)
+    for i in range(200):
+        ring_attention(q, q, q, sequence, scale=1 / (i + 1))
+    assert len(sequence.checked_calls) <= 64

@@ -77,17 +77,17 @@ def ring_attention(
     parts: Any = mask, layout, group
     try:
         check_given("ring_attention", sequence, *parts)
-        scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
-        options = scale, softcap, attention_kernel, sinks, dropout
-        if is_compiling and indices is not None:
-            raise RefusedError("ring_attention got indices under torch.compile; expected a call outside of it")
-        if expand is not None and through_op:
-            (k, v), expand = expand(k, v), None
         if through_op:
-            out, lse = op.attend(q, k, v, sequence or op.SequenceTensors.of(*parts), *options)
+            if is_compiling and indices is not None:
+                raise RefusedError("ring_attention got indices under torch.compile; expected a call outside of it")
+            scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
+            if expand is not None:
+                k, v = expand(k, v)
+            tensors = sequence or op.SequenceTensors.of(*parts)
+            out, lse = op.attend(q, k, v, tensors, scale, softcap, attention_kernel, sinks, dropout)
         else:  # dispatching a Python op costs more than a small block
-            made = sequence or ShardedSequence.of(*parts)
-            call = AttentionCall.of(made, q, k, v, *options, return_lse, expand, indices)
+            options = scale, softcap, attention_kernel, sinks, dropout, return_lse, expand, indices
+            call = AttentionCall.of(sequence or ShardedSequence.of(*parts), q, k, v, *options)
             out, lse = _attend(call, q, k, v, sinks)
     except Exception as error:
         if not is_traced(q):
@@ -139,8 +139,10 @@ def _one_rank(seq_len: int) -> Layout:
 
 def _attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return out of q's dtype, and lse in float64. sinks: as the caller gave them, maybe with a graph."""
-    call, k, v = call.heads_or_latents(q, k, v)
-    weights = () if call.expand is None else call.expand.weights
+    weights: tuple[Tensor, ...] = ()
+    if call.expand is not None:
+        call, k, v = call.heads_or_latents(q, k, v)
+        weights = () if call.expand is None else call.expand.weights
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad) or weights
     ):
@@ -203,7 +205,7 @@ class RingAttention(torch.autograd.Function):
         # Saved so that a write is noticed, and that a checkpointed layer holds no indices. A call has one of the two.
         watched = call.indices if call.dropout is None else call.dropout.rows
         ctx.save_for_backward(sinks, watched, *saved, *weights)
-        ctx.call = call._replace(indices=None)
+        ctx.call = call if call.indices is None else call._replace(indices=None)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -213,7 +215,9 @@ class RingAttention(torch.autograd.Function):
         with transport.propagate_errors("ring_attention backward"):
             sinks, watched, *kept = saved = ctx.saved_tensors
             kept, weights = kept[:5], kept[5:]
-            call: AttentionCall = ctx.call._replace(indices=watched if ctx.call.dropout is None else None)
+            call: AttentionCall = ctx.call
+            if watched is not None and call.dropout is None:
+                call = call._replace(indices=watched)
             again = None if call.expand is None else call.expand.again(weights)
 
             def compute() -> tuple[Tensor | None, ...]:

@@ -113,28 +113,29 @@ class Ringtile:
     def forward(self, block: Block, state: Running) -> None:
         if block.indices is not None:
             return _forward_indexed(block, block.indices, state)
-        given = (*_inputs(block), state.out, state.lse, block.scale, block.softcap, state.fresh)
+        q, k, v, round, scale, softcap, *_ = block
+        begin, end = round.queries.bounds_there()
+        given = q, k, v, begin, end, round.k_runs, state.out, state.lse, scale, softcap, state.fresh
         ops.attn_fwd_(*given, **_options(block, rounded_out=state.rounded))
 
     def backward(self, block: Block, final: Final, grads: Gradients) -> None:
         if block.indices is not None:
             return _backward_indexed(block, block.indices, final, grads)
+        q, k, v, round, scale, softcap, *_ = block
+        begin, end = round.queries.bounds_there()
+        given = q, k, v, begin, end, round.k_runs, final.dout, final.lse, final.delta, *grads[:3]
         dk, dv = grads.rounded or (None, None)
-        given = (*_inputs(block), final.dout, final.lse, final.delta, *grads[:3])
-        ops.attn_bwd_(*given, block.scale, block.softcap, grads.fresh, **_options(block, rounded_dk=dk, rounded_dv=dv))
-
-
-def _inputs(block: Block) -> tuple[Tensor, ...]:
-    return block.q, block.k, block.v, *block.round.queries.bounds_there(), block.round.k_runs
+        ops.attn_bwd_(*given, scale, softcap, grads.fresh, **_options(block, rounded_dk=dk, rounded_dv=dv))
 
 
 def _options(block: Block, **rounded: Tensor | None) -> dict[str, Any]:
     """Return what most blocks do without, by name."""
     options: dict[str, Any] = {name: x for name, x in rounded.items() if x is not None}
-    if (drop := block.dropout) is not None:
+    drop, of_keys = block.dropout, block.round.key_bounds_there()
+    if drop is not None:
         options |= {"dropout": drop.probability, "seed": drop.seed, "step": drop.step, "stream": drop.stream}
         options["rows"] = drop.rows
-    if of_keys := block.round.key_bounds_there():
+    if of_keys:
         options["key_begin"], options["key_end"] = of_keys
     if drop is not None or of_keys:
         options["positions"] = block.round.queries.positions_there()

@@ -105,7 +105,7 @@ class AttentionCall(NamedTuple):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        scale: float,
+        scale: float | None,
         softcap: float,
         attention_kernel: str,
         sinks: Tensor | None,
@@ -114,29 +114,38 @@ class AttentionCall(NamedTuple):
         expand: Expand | None = None,
         indices: Tensor | None = None,
     ) -> AttentionCall:
-        """Return the call as the kernels take it, its scheme resolved. scale, softcap: from `check_options`.
+        """Return the call as the kernels take it, its scheme resolved.
 
-        Raise InputError where the tensors, whose storages were checked, do not fit each other, the kernels or the
-        sequence.
+        Raise InputError where the arguments do not fit each other, the kernels or the sequence, RefusedError for what
+        no call takes. Of a call that is like an earlier one in all but its numbers, only memory is checked.
         """
-        keys = (k, v) if expand is None else unwritten_keys(q, expand.num_kv_heads, expand.v_head_dim)
-        shape = check_tensors(q, *keys, scale, softcap, sinks, None if dropout is None else dropout.rows)
-        if expand is not None:
-            shape = with_latents(shape, q, k, v)
-        sequence.check_call("q", q)
+        is_plain = sinks is None and dropout is None and expand is None and indices is None
+        key = _key_of(q, k, v, scale, softcap, attention_kernel) if is_plain else None
+        checked = sequence.checked_calls.get(key) if key is not None and sequence.is_unchanged() else None
+        if checked is None:
+            scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
+            keys = (k, v) if expand is None else unwritten_keys(q, expand.num_kv_heads, expand.v_head_dim)
+            shape = check_tensors(q, *keys, scale, softcap, sinks, None if dropout is None else dropout.rows)
+            if expand is not None:
+                shape = with_latents(shape, q, k, v)
+            sequence.check_call("q", q)
+            num_queries, num_keys = q.shape[1], k.shape[1]
+            if not num_queries == num_keys == sequence.local_len:
+                raise InputError(
+                    f"q has {num_queries} tokens, k and v have {num_keys}; the layout gives rank {sequence.rank} "
+                    f"{sequence.local_len} of {sequence.seq_len} tokens"
+                )
+            sinks = None if sinks is None else sinks.detach().to(ops.state_dtype(q.dtype))
+            dropout = dropout and dropout.in_numbers()
+            if indices is not None:
+                check_indices(indices, q, softcap, dropout, sequence)
+            checked = shape, scale, softcap
+            if key is not None:
+                sequence.remember_call(key, checked)
+        shape, scale, softcap = checked
         sequence.transport.check_device(q.device)
-        num_queries, num_keys = q.shape[1], k.shape[1]
-        if not num_queries == num_keys == sequence.local_len:
-            raise InputError(
-                f"q has {num_queries} tokens, k and v have {num_keys}; the layout gives rank {sequence.rank} "
-                f"{sequence.local_len} of {sequence.seq_len} tokens"
-            )
-        sinks = None if sinks is None else sinks.detach().to(ops.state_dtype(q.dtype))
-        drop = dropout and dropout.in_numbers()
-        if indices is not None:
-            check_indices(indices, q, softcap, drop, sequence)
         sequence = sequence.resolved(shape) if indices is None else sequence.with_all_heads()
-        return cls(sequence, shape, scale, softcap, attention_kernel, sinks, drop, returns_lse, expand, indices)
+        return cls(sequence, shape, scale, softcap, attention_kernel, sinks, dropout, returns_lse, expand, indices)
 
     def heads_or_latents(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[AttentionCall, Tensor, Tensor]:
         """Return the call, and k and v, as they travel in its scheme: latents in a ring alone, if they are less."""
@@ -166,6 +175,20 @@ class AttentionCall(NamedTuple):
         """Return the call for some of the query heads."""
         sinks = None if self.sinks is None else self.sinks[heads.start : heads.stop]
         return self._replace(sinks=sinks, dropout=self.dropout and self.dropout.of_heads(heads))
+
+
+def _key_of(q: Any, k: Any, v: Any, scale: Any, softcap: Any, kernel: Any) -> tuple[object, ...] | None:
+    """Return all that the checks of a call look at, but memory and a transform of torch.func, which are checked here.
+
+    None: numbers that may change, or a kernel that is none. Raise InputError or RefusedError.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        arguments.check_tensor(name, x)
+    derivatives.check_once("ring_attention", q, k, v)
+    if type(softcap) is not float or type(kernel) is not str or type(scale) not in (float, type(None)):
+        return None
+    sizes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
+    return *sizes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale, softcap, kernel
 
 
 def check_options(

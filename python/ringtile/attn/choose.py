@@ -14,7 +14,8 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Ru
 from ringtile.attn.call import AttentionCall, unwritten_keys
 from ringtile.attn.self_test import mark_wrong, why_wrong
 from ringtile.errors import RefusedError
-from ringtile.sequence.plan import Shape
 from ringtile.sequence.rounds import Round
 from ringtile.transport.transport import Transport
 
@@ -39,14 +39,13 @@ def forward(
 ) -> None:
     """Merge the keys of a round into the state; or, where it settles, find out with the other ranks who does so."""
     block = Block(q, k, v, round, call.scale, call.softcap, call.dropout, call.indices)
+    states = state.out, state.lse
 
     def merge(backend: Backend, out: Tensor, lse: Tensor) -> None:
         backend.forward(block, Running(out, lse, state.fresh, state.rounded))
 
-    states = state.out, state.lse
-    if settles:
-        return _settle(call, block, merge, states, False)
-    _run(call, block, merge, states, () if state.fresh else states)
+    task = _Task(call, block, merge, states, () if state.fresh else states, False)
+    _settle(task) if settles else _run(task)
 
 
 def backward(
@@ -62,40 +61,61 @@ def backward(
 ) -> None:
     """Add the gradients of a round; settles: as in `forward`."""
     block = Block(q, k, v, round, call.scale, call.softcap, call.dropout, call.indices)
+    states = grads[:3]
 
     def add(backend: Backend, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         backend.backward(block, final, Gradients(dq, dk, dv, grads.fresh, grads.rounded))
 
-    if settles:
-        return _settle(call, block, add, grads[:3], final.dlse is not None)
-    kept = grads[:1] if grads.fresh else grads[:3]
-    _run(call, block, add, grads[:3], kept, takes_dlse=final.dlse is not None)
+    task = _Task(call, block, add, states, states[:1] if grads.fresh else states, final.dlse is not None)
+    _settle(task) if settles else _run(task)
 
 
-def _run(
-    call: AttentionCall,
-    block: Block,
-    run: Callable[..., None],
-    states: tuple[Tensor, ...],
-    kept: tuple[Tensor, ...],
-    *,
-    takes_dlse: bool = False,
-) -> None:
+@dataclass(eq=False, slots=True)
+class _Task:
+    """The forward or the backward of a block, by whichever backend."""
+
+    call: AttentionCall
+    block: Block
+    compute: Callable[..., None]  # by a backend, into states like these
+    states: tuple[Tensor, ...]
+    kept: tuple[Tensor, ...]  # those of the states whose values it adds to
+    takes_dlse: bool
+
+    @property
+    def backward(self) -> bool:
+        return len(self.states) == 3
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.call, self.takes_dlse, len(self.states) == 3)
+
+
+# What decides who may compute a block of a sequence, apart from its round.
+Kind: TypeAlias = "tuple[object, ...]"
+
+
+def kind_of(call: AttentionCall, takes_dlse: bool, backward: bool) -> Kind:
+    """Return the kind of a call's blocks, with what torch's flash attention is."""
+    options = call.dropout is not None, call.softcap != 0, call.indices is not None, takes_dlse, backward
+    return call.shape, call.attention_kernel, *options, current_flash_attention_impl()
+
+
+def _run(task: _Task) -> None:
     """Compute a block by the backend that is chosen; by another one where that of a library raises.
 
-    run, states: as in `_backend`. kept: those whose values the block adds to; an error after they have changed goes on.
+    Where what it adds to has changed, the error goes on.
     """
     while True:
-        backend = _backend(call, block, run, states, takes_dlse)
+        backend = _backend(task)
         if backend is RINGTILE:
-            return run(backend, *states)
-        versions = _versions(kept)
+            return task.compute(backend, *task.states)
+        versions = _versions(task.kept)
         try:
-            return run(backend, *states)
+            return task.compute(backend, *task.states)
         except Exception as error:
-            if kept and (versions is None or versions != _versions(kept)):
+            if task.kept and (versions is None or versions != _versions(task.kept)):
                 raise
-            _drop(backend, block, error)
+            _drop(backend, task.block, error)
 
 
 def _versions(tensors: tuple[Tensor, ...]) -> list[int] | None:
@@ -118,7 +138,7 @@ def check(call: AttentionCall, q: Tensor, *, takes_dlse: bool, backward: bool) -
     """
     if q.is_meta:
         return
-    rounds, kind = call.sequence.rounds_on(q.device), Kind.of(call, takes_dlse, backward)
+    rounds, kind = call.sequence.rounds_on(q.device), kind_of(call, takes_dlse, backward)
     if kind in rounds[-1].able:  # which is asked last
         return
     _, num_heads, num_kv_heads, head_dim, v_head_dim, *_ = call.shape
@@ -128,25 +148,8 @@ def check(call: AttentionCall, q: Tensor, *, takes_dlse: bool, backward: bool) -
     k, v = unwritten_keys(q, 1, v_head_dim)
     q = q.new_empty((1, 1, 1 if num_heads == num_kv_heads else 2, head_dim))  # others run where each has a kv head
     for round in rounds if num_heads else ():
-        _able(call, Block(q, k, v, round, call.scale, call.softcap, call.dropout, call.indices), kind)
-
-
-class Kind(NamedTuple):
-    """What decides who may compute a block of a sequence, apart from its round."""
-
-    shape: Shape
-    attention_kernel: str
-    drops: bool
-    has_softcap: bool
-    has_indices: bool
-    takes_dlse: bool
-    backward: bool
-    flash_attention: str | None  # what torch runs
-
-    @classmethod
-    def of(cls, call: AttentionCall, takes_dlse: bool, backward: bool) -> Kind:
-        options = call.dropout is not None, call.softcap != 0, call.indices is not None
-        return cls(call.shape, call.attention_kernel, *options, takes_dlse, backward, current_flash_attention_impl())
+        block = Block(q, k, v, round, call.scale, call.softcap, call.dropout, call.indices)
+        _able(call, block, kind, takes_dlse)
 
 
 def _captures(q: Tensor) -> bool:
@@ -172,11 +175,11 @@ _OTHERWISE = {
 }
 
 
-def _able(call: AttentionCall, block: Block, kind: Kind) -> list[Backend]:
+def _able(call: AttentionCall, block: Block, kind: Kind, takes_dlse: bool) -> list[Backend]:
     """Return the backends that support this block, found out once: five are asked on a GPU. RefusedError: none."""
     able = block.round.able.get(kind)
     if able is None:
-        able = _ask(call, block, kind.takes_dlse)
+        able = _ask(call, block, takes_dlse)
         if not _captures(block.q):
             block.round.able[kind] = able
     return able
@@ -222,12 +225,12 @@ _slow: set[str] = set()  # reasons that were told
 _looked_at: set[Kind] = set()
 
 
-def _warn_if_slow(block: Block, kind: Kind) -> None:
-    """Say so, once for each reason, where ringtile alone is there: a slow run looks like any other."""
-    if not block.q.is_cuda or kind in _looked_at:
+def _warn_if_slow(block: Block, kind: Kind, *, backward: bool) -> None:
+    """Say so, once for each reason, where ringtile alone is there on a GPU: a slow run looks like any other."""
+    if kind in _looked_at:
         return
     _looked_at.add(kind)
-    reason = why_slow(block, torch.cuda.get_device_capability(block.q.device), backward=kind.backward)
+    reason = why_slow(block, torch.cuda.get_device_capability(block.q.device), backward=backward)
     if reason and reason not in _slow:
         _slow.add(reason)
         logger.warning("attention by ringtile's kernels is slow here: %s", reason)
@@ -241,39 +244,32 @@ _ranked_here: dict[object, list[Backend]] = {}
 _ranked: weakref.WeakKeyDictionary[Transport, dict[object, list[Backend]]] = weakref.WeakKeyDictionary()
 
 
-def _backend(
-    call: AttentionCall,
-    block: Block,
-    run: Callable[..., None],
-    states: tuple[Tensor, ...],
-    takes_dlse: bool = False,
-) -> Backend:
+def _backend(task: _Task) -> Backend:
     """Return who computes a block: of several, who takes the least time for about this size, measured once.
 
-    run(backend, *states) does; states: what it writes, which keeps its values. The first one, whose sums have one
-    order, where torch is told to be deterministic, as a clock is not. It also stands in, and nothing is remembered,
-    where nothing can be measured: while a CUDA graph is captured, and where there is no memory for copies of states.
+    The first one, whose sums have one order, where torch is told to be deterministic, as a clock is not. It also stands
+    in, and nothing is remembered, where nothing can be measured: while a CUDA graph is captured, and where there is no
+    memory for copies of the states.
     """
-    q, kind = block.q, Kind.of(call, takes_dlse, backward=len(states) == 3)
+    call, block, q, kind = task.call, task.block, task.block.q, task.kind
     while True:
-        backends = _able(call, block, kind)
-        if backends == [RINGTILE]:
-            _warn_if_slow(block, kind)
+        backends = _able(call, block, kind, task.takes_dlse)
         if len(backends) == 1 or torch.are_deterministic_algorithms_enabled():
+            if q.is_cuda and backends == [RINGTILE]:
+                _warn_if_slow(block, kind, backward=task.backward)
             return backends[0]
-        of_group = _ranked.get(call.sequence.transport, {})
-        for each in of_group.get(_of_ring(call, kind), ()) if of_group else ():
+        for each in _ranked.get(call.sequence.transport, {}).get(_of_ring(call, kind), ()):
             if each in backends:
                 return each
         key = kind, q.device, q.shape[1].bit_length(), *backends
         if key not in _ranked_here:
-            seconds = None if _captures(q) else _measured(backends, run, block, states)
+            seconds = None if _captures(q) else _measured(backends, task)
             if seconds is None:
                 return backends[0]
             if len(seconds) < len(backends):  # one has raised, and is no more to be used
                 continue
             _ranked_here[key] = sorted(backends, key=lambda backend: seconds[backend.name])
-            _tell(block, kind, seconds)
+            _tell(task, seconds)
         return _ranked_here[key][0]
 
 
@@ -282,26 +278,25 @@ def _of_ring(call: AttentionCall, kind: Kind) -> tuple[object, ...]:
     return kind, call.sequence.seq_len.bit_length(), call.sequence.ring.ranks
 
 
-def _measured(
-    backends: list[Backend], run: Callable[..., None], block: Block, states: tuple[Tensor, ...]
-) -> dict[str, float] | None:
+def _measured(backends: list[Backend], task: _Task) -> dict[str, float] | None:
     """Return the seconds of each, but for those that raise, which are no more to be used. None: there is no memory."""
     seconds = {}
     try:
         for backend in backends:
             try:
-                seconds[backend.name] = _seconds(run, backend, tuple(state.clone() for state in states))
+                copies = tuple(state.clone() for state in task.states)
+                seconds[backend.name] = _seconds(task.compute, backend, copies)
             except Exception as error:  # noqa: PERF203
-                _drop(backend, block, error)
+                _drop(backend, task.block, error)
     except torch.OutOfMemoryError:
         return None
     return seconds
 
 
-def _tell(block: Block, kind: Kind, seconds: dict[str, float]) -> None:
+def _tell(task: _Task, seconds: dict[str, float]) -> None:
     logger.info(
         "attention %s of q %s and k %s is computed by %s (%s)",
-        *("backward" if kind.backward else "forward", tuple(block.q.shape), tuple(block.k.shape)),
+        *("backward" if task.backward else "forward", tuple(task.block.q.shape), tuple(task.block.k.shape)),
         *(
             min(seconds, key=seconds.__getitem__),
             ", ".join(f"{x} {taken * 1e3:.2f} ms" for x, taken in seconds.items()),
@@ -331,20 +326,19 @@ def agrees(call: AttentionCall, q: Tensor) -> bool:
     return several and not torch.are_deterministic_algorithms_enabled() and not _captures(q)
 
 
-def _settle(
-    call: AttentionCall, block: Block, run: Callable[..., None], states: tuple[Tensor, ...], takes_dlse: bool
-) -> None:
+def _settle(task: _Task) -> None:
     """Rank the backends by the seconds of the slowest rank: once, a collective of the ranks of a ring.
 
     Asked only where `agrees`, before all messages of a call, so that all ranks post these in one order. A rank that
     cannot measure, because the keys of its first block are not its own, or memory is short, says nothing.
     """
-    q, transport, kind = block.q, call.sequence.transport, Kind.of(call, takes_dlse, backward=len(states) == 3)
+    call, block, q, kind = task.call, task.block, task.block.q, task.kind
+    transport = call.sequence.transport
     ranked, key = _ranked.setdefault(transport, {}), _of_ring(call, kind)
     if key in ranked:
         return
-    able = _able(call, block, kind) if block.round.planned.in_place else []
-    seconds = _measured(able, run, block, states) or {}
+    able = _able(call, block, kind, task.takes_dlse) if block.round.planned.in_place else []
+    seconds = _measured(able, task) or {}
     backends = {backend.name: backend for backend in (RINGTILE, *ATEN[q.device.type])}
     mine = torch.tensor([seconds.get(name, -1.0) for name in backends], dtype=torch.float64, device=q.device)
     arrived = {peer: torch.empty_like(mine) for peer in call.sequence.ring.ranks if peer != transport.rank}
@@ -353,4 +347,4 @@ def _settle(
     of_ring = {name: taken for taken, name in sorted(zip(slowest, backends, strict=True)) if taken >= 0}
     ranked[key] = [backends[name] for name in of_ring]
     if of_ring:
-        _tell(block, kind, of_ring)
+        _tell(task, of_ring)

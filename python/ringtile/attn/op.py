@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile import arguments, derivatives
+from ringtile import derivatives
 from ringtile.attn import ring, ulysses
 from ringtile.attn.call import AttentionCall, AttentionDropout, check_tensors
 from ringtile.sequence.layout import Layout
@@ -96,8 +96,6 @@ def _call(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> AttentionCall:
     begin, end, layout, sinks, rows, (scale, softcap, probability), counters, group_name, kernel, scheme = given
     sequence = ShardedSequence.of_tensors(begin, end, layout, group_name, scheme)
     dropout = None if rows is None else AttentionDropout(probability, rows, *counters)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        arguments.check_storage(name, x)
     return AttentionCall.of(sequence, q, k, v, scale, softcap, kernel, sinks, dropout)
 
 

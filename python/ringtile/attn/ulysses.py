@@ -202,6 +202,9 @@ def _summed(share: Share, *gradients: Tensor) -> list[Tensor]:
 # ---- before anything is sent --------------------------------------------------------------------
 
 
+_ALONE = contextlib.nullcontext()
+
+
 def _agreed(
     direction: Literal["forward", "backward"],
     call: AttentionCall,
@@ -212,7 +215,7 @@ def _agreed(
     """Agree with the other ranks on all that must be the same, if there are others and this rank can compute."""
     sequence, shape, transport = call.sequence, call.shape, call.sequence.transport
     if transport.world_size == 1:
-        return contextlib.nullcontext()
+        return _ALONE
     op = f"ring_attention {direction}"
     choose.check(call, q, takes_dlse=takes_dlse, backward=direction == "backward")
     layout_digest, mask_digest = sequence.digests

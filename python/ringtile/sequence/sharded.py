@@ -14,7 +14,7 @@ import operator
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ from ringtile.transport.groups import Group, group_name, only_group_of, transpor
 from ringtile.transport.transport import Transport
 
 _MAX_REMEMBERED = 16  # sequences of a group, masks of a sequence; a model asks for the same few in every layer
+_MAX_CALLS = 64  # kinds of calls of a sequence
 # Of the sequences of a group, as many as have room in so many bytes, but the last few in any case.
 _MAX_BYTES, _MIN_REMEMBERED = 64 << 20, 4
 
@@ -89,9 +90,12 @@ class ShardedSequence:
         self._windows: dict[tuple[int, bool], ShardedSequence] = {}
         self._schemes: dict[Shape, str] = {}  # of `auto`, by the shape of a call
         self._rounds: dict[torch.device, tuple[Round, ...]] = {}
-        # With two sides begin and end are copies: neither they nor what they are of may change.
-        self._watched = (self.begin, self.end, *(mask.tensors if mask.key_begin is not None else ()))
-        self._versions = [_version(x) for x in self._watched]
+        self.checked_calls: dict[Hashable, Any] = {}  # what attention found out about its arguments (attn/call.py)
+        # With two sides begin and end are copies: neither they nor what they are of may change. Nobody counts how often
+        # an inference tensor is written to.
+        watched = (self.begin, self.end, *(mask.tensors if mask.key_begin is not None else ()))
+        self._watched = [x for x in watched if not x.is_inference()]
+        self._versions = [x._version for x in self._watched]
         _living[id(self)] = self
 
     def __repr__(self) -> str:
@@ -111,7 +115,7 @@ class ShardedSequence:
 
     def check_call(self, name: str, x: Tensor) -> None:
         """Raise InputError where a call on x (B, N, ...) does not fit this sequence, or the mask was written to."""
-        if not self._is_unchanged():
+        if not self.is_unchanged():
             raise InputError("the mask was written to after the sequence was made; make a new IntervalMask instead")
         rows, batch = self.begin.shape[-2], x.shape[0]
         if rows not in (1, batch):
@@ -119,8 +123,15 @@ class ShardedSequence:
         if x.is_meta and self.world_size > 1:
             raise InputError(f"{name} is on meta, which holds no data for the other ranks; expected a real device")
 
-    def _is_unchanged(self) -> bool:
-        return [_version(x) for x in self._watched] == self._versions
+    def is_unchanged(self) -> bool:
+        """Return whether nobody wrote to the mask since the sequence was made."""
+        return [x._version for x in self._watched] == self._versions
+
+    def remember_call(self, key: Hashable, checked: Any) -> None:
+        """Keep what was found out about a call. Numbers of users may differ in every call: then all are forgotten."""
+        if len(self.checked_calls) == _MAX_CALLS:
+            self.checked_calls.clear()
+        self.checked_calls[key] = checked
 
     @property
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -295,7 +306,7 @@ class ShardedSequence:
         for name, x in zip(("begin", "end", "layout"), given, strict=True):
             arguments.check_on_cpu(name, x)
         for sequence in living:
-            if sequence._is_unchanged() and all(map(_equal, sequence._tensors, given)):
+            if sequence.is_unchanged() and all(map(_equal, sequence._tensors, given)):
                 return sequence
         return cls.of(IntervalMask.of_bounds(begin, end), Layout.from_tensor(layout), group_name, scheme=scheme)
 
@@ -303,11 +314,6 @@ class ShardedSequence:
 def _num_bytes(sequence: ShardedSequence) -> int:
     """Return how many bytes its mask and its plan take, which are about as large."""
     return 2 * (sequence.begin.nbytes + sequence.end.nbytes)
-
-
-def _version(x: Tensor) -> int:
-    """Return how often a tensor was written to. Inference tensors do not count."""
-    return 0 if x.is_inference() else x._version
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
