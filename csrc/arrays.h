@@ -23,6 +23,15 @@ static inline bool rt_multiply_fits(int64_t *product, int64_t factor) {
 // Parts of a workspace begin at multiples of 64 bytes.
 static inline int64_t rt_round_up_64(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
+// Lays parts of a workspace one after another; returns the bytes of all.
+//   sizes (num) bytes;  parts (num), where each begins, written unless workspace is NULL
+static inline int64_t rt_lay_out(void *workspace, int num, const int64_t *sizes, void **parts) {
+    int64_t num_bytes = 0;
+    for (int i = 0; i < num; num_bytes += rt_round_up_64(sizes[i++]))
+        if (workspace != NULL) parts[i] = (char *)workspace + num_bytes;
+    return num_bytes;
+}
+
 // The number in [0, most] next to x.
 static inline int64_t rt_clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x > most ? most : x; }
 

@@ -50,14 +50,9 @@ static int64_t lay_out(const rt_balance_params *p, table *t) {
     const int64_t sizes[] = {8 * C,     4 * C,           4 * C,           8 * W,
                              4 * W * C, 4 * W * (C + 1), 4 * W * (C + 1), 8 * (MAX_GIVEN * W + MAX_TAKEN)};
     enum { NUM_PARTS = sizeof(sizes) / sizeof(*sizes) };
-    int64_t begins[NUM_PARTS], num_bytes = 0;
-    for (int i = 0; i < NUM_PARTS; i++) begins[i] = num_bytes, num_bytes += rt_round_up_64(sizes[i]);
-    if (t == NULL) return num_bytes;
-    char *const w = p->workspace;
-    *t = (table){.num_ranks = W, .num_chunks = C};
-    t->work = (void *)(w + begins[0]), t->first = (void *)(w + begins[1]), t->last = (void *)(w + begins[2]);
-    t->loads = (void *)(w + begins[3]), t->users = (void *)(w + begins[4]);
-    t->only = (void *)(w + begins[5]), t->unused = (void *)(w + begins[6]), t->travel = (void *)(w + begins[7]);
+    void *at[NUM_PARTS];
+    const int64_t num_bytes = rt_lay_out(t == NULL ? NULL : p->workspace, NUM_PARTS, sizes, at);
+    if (t != NULL) *t = (table){W, C, 0, at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], NULL};
     return num_bytes;
 }
 

@@ -49,14 +49,9 @@ static int64_t lay_out(const rt_plan_params *p, parts *x) {
                              num_positions * (int64_t)sizeof(int32_t),
                              two_sides ? rt_meetings_scratch_len(S, S) * (int64_t)sizeof(int32_t) : 0};
     enum { NUM_PARTS = sizeof(sizes) / sizeof(*sizes) };
-    int64_t begins[NUM_PARTS], num_bytes = 0;
-    for (int i = 0; i < NUM_PARTS; i++) begins[i] = num_bytes, num_bytes += rt_round_up_64(sizes[i]);
-    if (x == NULL) return num_bytes;
-    char *const w = p->workspace;
-    *x = (parts){.p = p, .two_sides = two_sides};
-    x->places = (void *)(w + begins[0]), x->attended = (void *)(w + begins[1]), x->below = (void *)(w + begins[2]);
-    x->first = (void *)(w + begins[3]), x->met = (void *)(w + begins[4]);
-    x->positions = (void *)(w + begins[5]), x->scratch = (void *)(w + begins[6]);
+    void *at[NUM_PARTS];
+    const int64_t num_bytes = rt_lay_out(x == NULL ? NULL : p->workspace, NUM_PARTS, sizes, at);
+    if (x != NULL) *x = (parts){p, two_sides, at[0], at[1], at[2], at[3], at[4], at[5], at[6]};
     return num_bytes;
 }
 

@@ -30,9 +30,9 @@ from ringtile.hf.features.loss import TiledLogits, not_plain
 from ringtile.hf.features.stream import chunk_tokens_of
 from ringtile.hf.features.trees import in_chunks
 from ringtile.ops import state_dtype
-from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.rounds import to_device
 from ringtile.tiled.log_probs import tiled_log_probs
 from ringtile.torch_context_parallel.context import context_parallel
 from ringtile.torch_context_parallel.first_block import FirstBlock

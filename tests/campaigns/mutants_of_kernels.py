@@ -258,8 +258,8 @@ MUTANTS = [
     Mutant(
         "scheme: every rank's heads begin at the first",
         "python/ringtile/attn/ulysses.py",
-        "return x[:, :, heads.start : heads.stop]",
-        "return x[:, :, : len(heads)]",
+        "[x[:, :, share.heads.start : share.heads.stop] for x in of_queries]",
+        "[x[:, :, : len(share.heads)] for x in of_queries]",
         "tests/attn/test_attention_table.py -k cells",
     ),
     Mutant(

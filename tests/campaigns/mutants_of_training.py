@@ -102,8 +102,8 @@ MUTANTS = [
     Mutant(
         "recurrences: gradients of shared keys from one rank",
         "python/ringtile/recurrent/heads.py",
-        "operands[i].of(result[i], EVERY_TOKEN, share).add_(x)",
-        "operands[i].of(result[i], EVERY_TOKEN, share).copy_(x)",
+        "leaving, views, what, added=len(moving))",
+        "leaving, views, what, added=0)",
         "tests/recurrent/test_recurrent_heads.py -k one_process",
     ),
     Mutant(

@@ -145,11 +145,7 @@ class _Heads:
 
     def of_all_tokens(self, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor] = ()) -> list[Tensor]:
         """of_queries (B, N, H, ...), of_keys (B, N, G, ...) -> (B, Nq, h, ...), (B, Nq, g, ...)."""
-        parts = [
-            [_of(x, share.heads) for x in of_queries] + [_of(x, share.kv_heads) for x in of_keys]
-            for share in self.shares
-        ]
-        return self.group.to_heads(self.transport, parts, "the heads")
+        return self.group.to_heads(self.transport, self._by_rank(of_queries, of_keys), "the heads")
 
     def to_tokens(
         self,
@@ -160,25 +156,17 @@ class _Heads:
         adds: bool = False,
     ) -> None:
         """Write the other way, into tensors of the local tokens and all heads; or with adds, add keys to them."""
+        there = self._by_rank(into[: len(of_queries)], into[len(of_queries) :])
+        shares, added = [*of_queries, *of_keys], len(of_keys) if adds else 0
+        self.group.to_tokens(self.transport, shares, there, "heads on their way back", added)
 
-        def views(share: Share) -> list[Tensor]:
-            heads = [share.heads] * len(of_queries) + [share.kv_heads] * len(of_keys)
-            return [_of(x, of_x) for x, of_x in zip(into, heads, strict=True)]
-
-        there = [views(share) for share in self.shares]
-        shapes = [[x.shape for x in of_share] for of_share in there]
-        back = self.group.to_tokens(self.transport, [*of_queries, *of_keys], shapes, "heads on their way back")
-        for of_share, parts in zip(there, back, strict=True):
-            for i, (x, part) in enumerate(zip(of_share, parts, strict=True)):
-                if adds and i >= len(of_queries):
-                    x.add_(part)
-                else:
-                    x.copy_(part)
-
-
-def _of(x: Tensor, heads: range) -> Tensor:
-    """View some heads of (B, N, H, ...)."""
-    return x[:, :, heads.start : heads.stop]
+    def _by_rank(self, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]) -> list[list[Tensor]]:
+        """View, for each rank, the heads that it works on."""
+        return [
+            [x[:, :, share.heads.start : share.heads.stop] for x in of_queries]
+            + [x[:, :, share.kv_heads.start : share.kv_heads.stop] for x in of_keys]
+            for share in self.shares
+        ]
 
 
 def _repeated(share: Share, *keys: Tensor) -> Sequence[Tensor]:

@@ -33,8 +33,8 @@ from ringtile.hf.packing import Packing, positions_separate
 from ringtile.hf.patches import Patches
 from ringtile.hf.positions import Positions
 from ringtile.hf.trainers import shares_rows
-from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.layout import PADDED_LIKE, Layout, resolved
+from ringtile.sequence.rounds import to_device
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.tiles import tile_limit
 from ringtile.transport.groups import Group, transport_of

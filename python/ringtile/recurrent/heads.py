@@ -146,12 +146,9 @@ class _Exchange:
                 one.of(result[-1], EVERY_TOKEN, self._own).copy_(x)
         moving = [i for i, one in enumerate(operands) if one.tokens]
         if moving:
-            shapes = [[operands[i].of(result[i], EVERY_TOKEN, share).shape for i in moving] for share in self._shares]
+            views = [[operands[i].of(result[i], EVERY_TOKEN, share) for i in moving] for share in self._shares]
             leaving = [tensors[i] for i in moving]
-            arrived = self._group.to_tokens(self._sequence.transport, leaving, shapes, what)
-            for share, of_rank in zip(self._shares, arrived, strict=True):
-                for i, x in zip(moving, of_rank, strict=True):
-                    operands[i].of(result[i], EVERY_TOKEN, share).add_(x)
+            self._group.to_tokens(self._sequence.transport, leaving, views, what, added=len(moving))
         return [total.to(x.dtype) for total, x in zip(result, tensors, strict=True)]
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ringtile.sequence.device_mask import DeviceMask
+from ringtile.sequence.rounds import DeviceMask
 
 CHUNK = 64  # tokens that fla computes at once
 

@@ -80,23 +80,26 @@ class HeadGroup:
         return whole
 
     def to_tokens(
-        self, transport: Transport, tensors: Sequence[Tensor], shapes: Sequence[Sequence[Sequence[int]]], what: str
-    ) -> list[tuple[Tensor, ...]]:
-        """Return by rank, of this rank's tokens, the heads that it works on, (B, N, h, ...); a collective.
+        self, transport: Transport, tensors: Sequence[Tensor], into: Sequence[Sequence[Tensor]], what: str, added: int
+    ) -> None:
+        """Write the other way: for each rank the heads that it works on into this rank's tokens; a collective.
 
-        tensors: of the heads that this rank works on, all tokens (B, Nq, h, ...). shapes: of what is returned.
+        tensors: of the heads that this rank works on, all tokens (B, Nq, h, ...). into: for each rank a view (B, N, h,
+        ...) of each. The last `added` of them are added to what is there, in the order of the ranks.
         """
         sends, receives, arriving = {}, {}, []
         for place, rank in enumerate(self.ranks):
             message = leaving = Message.empty(tensors[0], [(_resized(x, self._lens[place]), x.dtype) for x in tensors])
             if place != self.place:
-                kinds = [(tuple(shape), x.dtype) for shape, x in zip(shapes[place], tensors, strict=True)]
+                kinds = [(tuple(there.shape), x.dtype) for there, x in zip(into[place], tensors, strict=True)]
                 message = Message.empty(tensors[0], kinds)
                 sends[rank], receives[rank] = leaving.flat, message.flat
             arriving.append(message.parts)
             ops.rows_pack_(tensors, self._rows[place], 1, leaving.parts)
         transport.exchange(sends, receives, what).wait()
-        return arriving
+        for views, parts in zip(into, arriving, strict=True):
+            for i, (there, part) in enumerate(zip(views, parts, strict=True)):
+                there.add_(part) if i >= len(tensors) - added else there.copy_(part)
 
 
 def _resized(x: Tensor, num_tokens: int) -> tuple[int, ...]:

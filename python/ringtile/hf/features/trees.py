@@ -23,8 +23,8 @@ from ringtile.hf import trainers
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.keys import IGNORE_INDEX, SEGMENTS, TREE, key_of_tree
 from ringtile.hf.model import attends_causally, dropping, shifts_labels
-from ringtile.sequence.device_mask import to_device
 from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.rounds import to_device
 from ringtile.sequence.tree import nodes, tree_position_ids
 
 _TILE_KEYS = 128  # as in csrc/attn/query_tile.h

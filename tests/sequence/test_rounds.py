@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 from ringtile import IntervalMask, Layout, RefusedError, ShardedSequence, ops
-from ringtile.sequence import device_mask
+from ringtile.sequence import rounds
 from ringtile.sequence.plan import Transfer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -51,7 +51,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.captures)
     monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: fake.recorded.append((id(x), stream)))
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)  # of which a CPU build has none
-    monkeypatch.setattr(device_mask, "_in_graphs", {})
+    monkeypatch.setattr(rounds, "_in_graphs", {})
     monkeypatch.setattr(Stream, "waits", [])
     return fake
 
@@ -87,7 +87,7 @@ def test_a_mask_goes_with_its_sequence_but_not_from_under_a_graph(gpu: FakeGpu) 
     del eager, captured
     gc.collect()
     assert [[ref() is not None for ref in refs] for refs in tensors] == [[False] * 2, [True] * 2]
-    assert len(device_mask._in_graphs) == 1  # however many calls were captured
+    assert len(rounds._in_graphs) == 1  # however many calls were captured
 
 
 def test_packs_of_pieces_are_kept_as_the_mask_is(gpu: FakeGpu) -> None:
