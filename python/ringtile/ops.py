@@ -42,7 +42,7 @@ except ImportError as error:
     ) from error
 
 _ops = torch.ops.ringtile
-FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FLOAT_DTYPES = torch_ops.FLOAT_DTYPES
 MAX_HEAD_DIM: int = _C.MAX_HEAD_DIM
 MAX_CONV_WIDTH: int = _C.MAX_CONV_WIDTH
 CHUNK_TOKENS: int = _C.CHUNK_TOKENS  # between the states that a recurrence keeps for its backward

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 BLOCK_NUMBERS = 1 << 22  # of which copies in the state dtype are held at once: 16 MiB each
 Tensors: TypeAlias = "Sequence[Tensor]"
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _require(holds: bool, text: str) -> None:
@@ -29,7 +29,7 @@ def _require(holds: bool, text: str) -> None:
 
 def _check(op: str, first_name: str, first: Tensor, dim: int, **others: Tensor) -> None:
     """RuntimeError: no floats of so many dims, or others of another shape, dtype or device."""
-    _require(first.dtype in _FLOATS, f"{op}: dtype {first.dtype} is not supported, expected one of {_FLOATS}")
+    _require(first.dtype in FLOAT_DTYPES, f"{op}: dtype {first.dtype} is not supported, expected one of {FLOAT_DTYPES}")
     _require(first.dim() == dim, f"{op}: {first_name} has shape {tuple(first.shape)}, expected {dim} dimensions")
     for name, x in others.items():
         _check_one(op, name, x, first.shape, first.dtype, first.device)

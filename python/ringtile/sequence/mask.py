@@ -44,7 +44,7 @@ class IntervalMask:
     def __post_init__(self) -> None:
         if (self.key_begin is None) != (self.key_end is None):
             raise InputError("only one of key_begin and key_end is given; expected both or none")
-        for name, bound in self._bounds():
+        for name, bound in zip(("begin", "end", "key_begin", "key_end"), self.tensors, strict=False):
             arguments.check_tensor(name, bound)
             if bound.dim() != 2 or bound.dtype != torch.int32 or bound.device.type != "cpu" or bound.numel() == 0:
                 raise InputError(
@@ -88,23 +88,19 @@ class IntervalMask:
         for name, bound in bounds.items():
             object.__setattr__(self, name, bound)
 
-    def _bounds(self) -> list[tuple[str, Tensor]]:
-        """The tensors that there are, by name."""
-        of_keys = ("key_begin", self.key_begin), ("key_end", self.key_end)
-        given = [(name, bound) for name, bound in of_keys if bound is not None]
-        return [("begin", self.begin), ("end", self.end), *given]
-
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """begin and end; and key_begin and key_end, if there are any."""
-        return tuple(bound for _, bound in self._bounds())
+        of_keys = () if self.key_begin is None or self.key_end is None else (self.key_begin, self.key_end)
+        return self.begin, self.end, *of_keys
 
     @functools.cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
         """begin and end as the ops take a mask: with two sides (2, B or 1, S), of queries, then of keys."""
-        if self.key_begin is None or self.key_end is None:
+        tensors = self.tensors
+        if len(tensors) == 2:
             return self.begin, self.end
-        return torch.stack((self.begin, self.key_begin)), torch.stack((self.end, self.key_end))
+        return torch.stack(tensors[::2]), torch.stack(tensors[1::2])
 
     @classmethod
     def of_bounds(cls, begin: Tensor, end: Tensor) -> IntervalMask:

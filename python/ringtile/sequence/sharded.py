@@ -77,7 +77,7 @@ class ShardedSequence:
             )
         self._scheme = Scheme.parse(scheme)
         self._scheme.check(layout.world_size)
-        self.mask, self.layout, self.scheme = mask, layout, scheme
+        self.mask, self.layout = mask, layout
         self.group_name = group_name(group)
         self.rank, self.world_size = transport.rank, transport.world_size
         self.local_len = layout.local_len(self.rank)
@@ -104,6 +104,10 @@ class ShardedSequence:
     @property
     def seq_len(self) -> int:
         return self.layout.seq_len
+
+    @property
+    def scheme(self) -> str:
+        return self._scheme.text
 
     @property
     def transport(self) -> Transport:
