@@ -83,9 +83,8 @@ class ShardedSequence:
         self.local_len = layout.local_len(self.rank)
         (self.begin, self.end), self.layout_tensor = mask.bounds, layout.tensor
         self._transport = weakref.ref(transport)  # weak: a sequence does not keep its group alive
-        self._derived: dict[
-            IntervalMask | str, ShardedSequence
-        ] = {}  # by the other mask or scheme, the last asked for last
+        # By the other mask or scheme, the last asked for last.
+        self._derived: dict[IntervalMask | str, ShardedSequence] = {}
         # Apart, by window and causal: torch.compile traces it, and would guard on every key.
         self._windows: dict[tuple[int, bool], ShardedSequence] = {}
         self._schemes: dict[Shape, str] = {}  # of `auto`, by the shape of a call
