@@ -1,7 +1,7 @@
 """Runs all tests, three parts at a time: `python tests/parts.py [options of pytest]`.
 
 What a part and the server of its ranks import takes as long as a hundred tests. One process imports it; each of them is
-a fork of that process.
+a fork of that process. Workers of pytest-xdist import it each: 77 s of CPU before the first test in place of 34 s.
 """
 
 from __future__ import annotations
