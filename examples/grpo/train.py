@@ -22,7 +22,8 @@ def reward(completions, **columns):
 
 
 folder = pathlib.Path(__file__).resolve().parent
-keys = yaml.safe_load((folder / "training.yaml").read_text())
+settings = sys.argv[1] if len(sys.argv) > 1 else "training.yaml"  # or training_vllm.yaml
+keys = yaml.safe_load((folder / settings).read_text())
 # Before the model, so that an engine can shard it. Without use_cpu, accelerate does not train on several CPU ranks.
 args = GRPOConfig(use_cpu=not torch.accelerator.is_available(), **keys)
 if MODEL:

@@ -189,6 +189,12 @@ def test_grpo_example_learns_its_reward_on_two_ranks(generations: int, tmp_path:
     assert max(first[-2:]) > 0.5 or generations < 10
 
 
+def test_settings_of_a_vllm_server_are_trls() -> None:
+    keys = yaml.safe_load((EXAMPLES / "grpo" / "training_vllm.yaml").read_text())
+    args = pytest.importorskip("trl").GRPOConfig(**keys | {"use_cpu": True, "bf16": False})
+    assert (args.vllm_mode, args.generation_batch_size) == ("server", args.num_generations)  # those of one prompt
+
+
 @pytest.mark.parametrize(
     "kind", ["trainer", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("torch", "sft", "grpo"))]
 )

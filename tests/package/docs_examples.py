@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -345,6 +346,8 @@ def run_example(name: str, code: str, folder: str) -> None:
         return
     surroundings, check = _PLAIN[name]
     torch.manual_seed(0)
-    names = surroundings() | {"torch": torch, "ringtile": ringtile}
+    names = surroundings()
+    if not re.match("(import|from) ", code):  # else it imports all that it needs
+        names |= {"torch": torch, "ringtile": ringtile}
     exec(code, names)
     check(names)

@@ -512,7 +512,7 @@ def test_a_plan_of_a_model_is_printed_drawn_and_written(
     assert report["fits"]
     assert report["longest"] > 1024
     assert report["seconds"]["computing"] > 0 < report["seconds"]["sending"]
-    assert "A step of the busiest rank" in printed
+    assert "A batch takes the busiest rank" in printed
 
 
 def test_a_plan_of_one_layer_says_so_and_reads_1k(capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> Outcome:
     if rates is not None:
         seconds = step_seconds(setup, at_peak, rates, hosts)
         print(
-            f"\nA step of the busiest rank: {seconds.computing:.3g} s of matrix products and attention, "
+            f"\nA batch takes the busiest rank {seconds.computing:.3g} s of matrix products and attention, and "
             f"{seconds.sending:.3g} s of attention's messages, which those may hide. Not counted: what the engine "
             f"sends, the optimizer, other kernels."
         )

@@ -144,7 +144,7 @@ def _tried(key: str, setup: Setup, seq_len: int) -> Switch:
 
 
 def step_seconds(setup: Setup, memory: StepMemory, rates: Rates, hosts: tuple[int, ...]) -> Seconds:
-    """Return what matrix products and attention of one step take, recomputed ones too. hosts: of each device.
+    """Return what matrix products and attention of one batch take, recomputed ones too. hosts: of each device.
 
     What engines send, loading data and the optimizer are not counted.
     """
