@@ -98,3 +98,11 @@ def test_groups_of_one_rank_prove_alike():
     for rank, (said, proved) in enumerate(run_ranks(2, _trained, "pairs", config, timeout=100.0)):
         assert proved
         assert [SAYS["steeper"] in text for text in said] == [True] * (rank == 0)
+
+
+def test_a_stream_that_is_wrong_is_named() -> None:
+    trainer = make_trainer()
+    trainer.model.model.layers[1].mlp.register_forward_hook(lambda module, x, y: y + y.mean(1, keepdim=True))
+    ringtile.enable(trainer, {"stream": True, "tile_tokens": 8})
+    with pytest.raises(ringtile.RefusedError, match=r"stream does not compute what one rank .* Set stream: false"):
+        trainer.train()

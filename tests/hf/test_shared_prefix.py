@@ -276,7 +276,7 @@ def test_the_first_batch_proves_the_tree(family: str, size: int) -> None:
 
 def test_the_first_batch_names_what_mixes_tokens_of_a_tree() -> None:
     said, step, _ = _prove(ALONE, "llama", averages=True)
-    assert "a tree of rows that share what they begin with does not compute what the rows compute" in said
+    assert "shared_prefix does not compute what one rank computes without it" in said
     assert "model.layers.1.mlp (Averaging)" in said
     assert step == 0
 

@@ -31,14 +31,15 @@ def prove(
     num_tokens: int,
     num_items: int = 1,
     named: str = "the loss",
+    key: str = "shared_prefix",
 ) -> Comparison | None:
     """Runs a loss whole, whole with other rounding, and sharded, and compares. A collective of the group.
 
-    run(whole, like=..., rounding=...): `record` on the same tokens, whole or sharded; a group of one rank proves a tree
-    of rows. averages: whether the loss is the mean of the ranks' losses; else it is their sum. num_tokens: of all rows
-    together. num_items: a number that the loss is divided by, if more. named: the loss, in words. Every group makes the
-    same runs, whatever it finds: under FSDP2 and ZeRO-3 each is a collective of all. None, with a warning: the loss of
-    one process is not finite, so that nothing can be compared.
+    run(whole, like=..., rounding=...): `record` on the same tokens, whole or sharded; a group of one rank proves what
+    key does, on a tree of rows or in streamed layers. averages: whether the loss is the mean of the ranks' losses; else
+    it is their sum. num_tokens: of all rows together. num_items: a number that the loss is divided by, if more. named:
+    the loss, in words. Every group makes the same runs, whatever it finds: under FSDP2 and ZeRO-3 each is a collective
+    of all. None, with a warning: the loss of one process is not finite, so that nothing can be compared.
     Raises RefusedError, on every rank, if rounding does not explain the difference.
     """
     began = time.perf_counter()
@@ -58,7 +59,7 @@ def prove(
     # Of the sum of the ranks' losses, whose backward is one over all ranks.
     gradient_scale = float(size) if averages else 1.0
     found = compare(whole, rounded, sharded, loss=loss, gradient_scale=gradient_scale, scale=scale, named=named)
-    _check(found, group, whole.trace.device)
+    _check(found, group, whole.trace.device, key)
     is_steep = found.noise > min(_STEEP_UNITS * whole.trace.unit, _STEEP)
     if _of_all_ranks(torch.tensor(is_steep, device=whole.trace.device), group).any():
         logger.warning(
@@ -68,7 +69,7 @@ def prove(
             found.noise,
         )
     if not dist.is_initialized() or dist.get_rank() == 0:
-        what = f"{size} ranks compute what one process does" if size > 1 else "a tree of rows computes what rows do"
+        what = f"{size} ranks compute what one process does" if size > 1 else f"{key} changes nothing"
         logger.info(
             "ringtile: on the first batch %s: %d modules%s; the largest difference is %.1f times that of rounding (%d "
             "tokens, %.1f s)",
@@ -82,7 +83,7 @@ def prove(
     return found
 
 
-def _check(found: Comparison, group: Group | None, device: torch.device) -> None:
+def _check(found: Comparison, group: Group | None, device: torch.device, key: str) -> None:
     """Raises RefusedError on every rank if one of them found a difference."""
     differs = _of_all_ranks(torch.tensor(bool(found.difference), device=device), group)
     if not differs.any():
@@ -90,9 +91,9 @@ def _check(found: Comparison, group: Group | None, device: torch.device) -> None
     what = found.difference or f"rank {int(differs.argmax())} of the group found a difference, which its error names"
     if len(differs) == 1:
         raise RefusedError(
-            f"a tree of rows that share what they begin with does not compute what the rows compute, on a cut of the "
-            f"first batch: {what}; expected the same numbers. Code that mixes tokens, counts them, averages over them "
-            f"or draws random numbers sees a shared token once. Set shared_prefix: false"
+            f"{key} does not compute what one rank computes without it, on a cut of the first batch: {what}; expected "
+            f"the same numbers. Code that mixes tokens, counts them, averages over them or draws random numbers sees a "
+            f"shared token once, and one chunk of tokens. Set {key}: false"
         )
     raise RefusedError(
         f"{len(differs)} ranks do not compute what one process computes, on a cut of the first batch: {what}; expected "

@@ -184,6 +184,7 @@ class FirstBatch:
                 num_tokens=num_tokens,
                 num_items=num_items,
                 named=named,
+                key="shared_prefix" if loss.config.shared_prefix else "stream",
             )
         except _ProvesNothingError as error:
             reason = " ".join(str(error.__cause__ or "on another rank").split())
