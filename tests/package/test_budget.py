@@ -34,7 +34,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/attn": (26, 5998),
     "tests/c": (32, 7940),
     "tests/campaigns": (21, 4560),
-    "tests/cli": (12, 2035),
+    "tests/cli": (12, 2040),
     "tests/emulator": (27, 4660),
     "tests/gpu": (10, 1512),
     "tests/hf": (68, 13900),
