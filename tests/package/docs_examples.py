@@ -331,6 +331,7 @@ _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
 }
 _RUNNERS = {"README.md 0": _run_trainer, "docs/guide/trainer.md 0": _run_trainer}
 _RUNNERS |= {f"docs/guide/qwen3_8b_128k.md {n}": _run_story for n in range(3)}
+_RUNNERS |= {"docs/guide/one_gpu_1m.md 0": _run_story}
 _RUNNERS |= {"docs/guide/trl.md 0": _run_trl, "docs/guide/rl.md 0": _run_trl}
 EXAMPLES = sorted([*_PLAIN, *_RUNNERS])
 

@@ -81,6 +81,8 @@ def test_every_public_function_has_an_example() -> None:
 def test_snippet_runs_on_two_ranks(name: str, tmp_path: pathlib.Path) -> None:
     if name.startswith(("docs/guide/trl.md", "docs/guide/rl.md 0", "docs/guide/qwen3")):
         pytest.importorskip("trl")
+    if name.startswith("docs/guide/one_gpu"):
+        pytest.importorskip("bitsandbytes")
     run_ranks(2, run_example, name, SNIPPETS[name], str(tmp_path))
 
 
