@@ -334,6 +334,54 @@ def _state_at_the_first_step():
     return states[0], proof
 
 
+# ---- what cannot be proved ----------------------------------------------------------------------
+
+
+def _lines(model):
+    model.model.layers[0].lines = iter([1, 2])
+
+
+def _long_rows(model):
+    embed = model.model.embed_tokens
+    embed.register_forward_pre_hook(lambda module, args: args[0].sum().item() / (args[0].size(1) // 24) and None)
+
+
+def _refusals_of_the_unknown(changes):
+    messages = []
+    for change in changes:
+        model = tiny_model().train()
+        change(model)
+        messages.append(failure_of(make_trainer(model=model)))
+    return messages
+
+
+def test_a_model_of_which_nothing_can_be_proved_is_refused():
+    for iterator, short in run_ranks(2, _refusals_of_the_unknown, [_lines, _long_rows]):
+        assert iterator.startswith("RefusedError: the first batch proves nothing: ")
+        assert "list_iterator" in iterator
+        assert "fails in one process (" in short
+        for message in (iterator, short):
+            assert "Set first_batch_check: false" in message
+
+
+def _refused_in_the_second_step():
+    model = _mixing_model("cumsum")
+    trainer = make_trainer(model=model, max_steps=2)
+
+    def infinite(module, args, outputs):
+        if trainer.state.global_step == 0:
+            outputs["loss"] = outputs["loss"] + torch.inf
+
+    model.register_forward_hook(infinite)
+    return failure_of(trainer), trainer.state.global_step
+
+
+def test_a_loss_that_is_not_finite_leaves_the_proof_to_the_next_batch():
+    for message, step in run_ranks(2, _refused_in_the_second_step):
+        assert "model.layers.1.mlp (Mixing)" in message
+        assert step == 1
+
+
 def test_a_proof_leaves_no_trace_in_the_model():
     for (calls, seen, mean, grads, _), proof in run_ranks(2, _state_at_the_first_step):
         assert (calls, seen, mean) == (0, [], 0.0)
@@ -443,11 +491,16 @@ def _loss(model, batch):
     return functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
-def _checked(mixes=False, ignored=0, **options):
+def _mean_by_hand(model, batch):
+    logits, labels = model(batch["ids"], batch["positions"]), batch["labels"]
+    return -logits.log_softmax(-1).gather(-1, labels.clamp(0)[..., None])[labels != -100].mean()
+
+
+def _checked(mixes=False, ignored=0, loss=_loss, **options):
     net, batch = Net(mixes), _batch(ignored=ignored)
     kept = {name: x.clone() for name, x in batch.items()}
     try:
-        found = ringtile.check_first_batch(net, batch, _loss, dist.group.WORLD, **options)
+        found = ringtile.check_first_batch(net, batch, loss, dist.group.WORLD, **options)
     except ringtile.RefusedError as error:
         found = str(error)
     assert all(torch.equal(kept[name], batch[name]) for name in kept)
@@ -466,8 +519,10 @@ def test_check_of_a_plain_loop():
 def test_check_names_a_module_and_a_loss():
     for message in run_ranks(2, _checked, mixes=True):
         assert "what Net hands to its head" in message
-    for message in run_ranks(2, _checked, ignored=100):  # more targets on one rank than on the other
-        assert "the loss is" in message
+    # More targets on one rank than on the other.
+    for loss, words in ((_mean_by_hand, "the loss is"), (_loss, "labels are averaged over targets")):
+        for message in run_ranks(2, _checked, ignored=100, loss=loss):
+            assert words in message
 
 
 def _checked_in_block(mixes):

@@ -52,7 +52,7 @@ def prove(
     is_finite = whole.loss is None or bool(whole.loss.isfinite())
     if not _of_all_ranks(torch.tensor(is_finite, device=whole.trace.device), group).all():
         if transport.rank == 0:
-            logger.warning("ringtile: the first batch proves nothing: %s is not finite in one process", named)
+            logger.warning("ringtile: this batch proves nothing, the next will: %s is not finite in one process", named)
         return None
     losses = None if sharded.loss is None else _of_all_ranks(sharded.loss, group)
     loss = None if losses is None else losses.mean() if averages else losses.sum()

@@ -75,7 +75,8 @@ class FirstBatch:
         inputs: of the whole batch, on the model's device. loss_of(model, cut): the loss of a cut of it, which calls the
         model; None where there is none. num_items: what the loss is divided by. named: the loss, in words. numbers_of:
         an object besides the model whose numbers it may change.
-        RefusedError, on every rank of the group: the sharded run differs by more than rounding explains.
+        RefusedError, on every rank of the group: the sharded run differs by more than rounding explains, or nothing can
+        be proved. A loss that is not finite leaves the proof to the next batch.
         """
         in_training = torch.is_grad_enabled()
         if running_trace() is not None or self._trained or (self._evaluated and not in_training):
@@ -112,8 +113,7 @@ class FirstBatch:
             return
         if is_unknown:
             what = unchanged.unknown or "another rank holds something"
-            self._warn(f"{what}, which cannot be put back after a forward pass")
-            return
+            raise _unproved(f"{what}, which cannot be put back after a forward pass")
         if num_tokens > _WITH_IMAGES:
             logger.warning(
                 f"ringtile: the first batch has images and {num_tokens} tokens; of more than {_WITH_IMAGES} a cut is "
@@ -163,8 +163,7 @@ class FirstBatch:
                 }
                 found = record(lambda: loss_of(model, copies), paths, within, **options)
             except Exception as error:
-                is_known = isinstance(error, RingtileError | torch.OutOfMemoryError) or of_a_collective(error)
-                if is_known or not (whole or place):
+                if isinstance(error, RingtileError | torch.OutOfMemoryError) or of_a_collective(error):
                     raise
                 if shards_weights or not whole:
                     raise _failed(error, place, whole) from error
@@ -188,14 +187,12 @@ class FirstBatch:
             )
         except _ProvesNothingError as error:
             reason = " ".join(str(error.__cause__ or "on another rank").split())
-            self._warn(f"on {num_tokens} of its tokens, {error} fails in one process ({reason})")
+            raise _unproved(f"on {num_tokens} of its tokens, {error} fails in one process ({reason})") from error
         finally:
             restore()
             transport.bytes_sent, transport.wait_seconds = counted
-
-    def _warn(self, why: str) -> None:
-        if self._loss.group.rank == 0:
-            logger.warning(f"ringtile: the first batch proves nothing: {why}; {_INSTEAD}")
+        if loss.group.largest_of_all(int(self.comparison is None)) != [0]:
+            self._trained = self._evaluated = False
 
     def _row_tokens(self) -> int:
         """Tokens of a row for which no rank is idle, and no window or chunk is longer."""
@@ -216,6 +213,12 @@ class _ProvesNothingError(Exception):
 
     def __init__(self, place: str) -> None:
         super().__init__(place or "the model")
+
+
+def _unproved(why: str) -> RefusedError:
+    return RefusedError(
+        f"the first batch proves nothing: {why}. Set first_batch_check: false to train without the check; {_INSTEAD}"
+    )
 
 
 def _failed(error: Exception, place: str, whole: bool) -> RefusedError:
