@@ -75,13 +75,13 @@ def run(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"loss": out.loss.detach(), "logits": out.logits.detach()[is_token], **grads}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
     """A gradient is as near as rounding of the largest one lets it: that of a key's bias is 0 but for that."""
     assert found.keys() == expected.keys()
     largest = max(x.abs().max().item() for x in expected.values())
     for name, x in expected.items():
         scale = max(x.abs().max().item(), 1e-3 * largest)
-        assert (found[name] - x).abs().max().item() <= 1e-12 * scale, name
+        assert (found[name] - x).abs().max().item() <= tolerance * scale, name
 
 
 def compare(model: nn.Module, batch: dict[str, Tensor], chunk: int = CHUNK) -> None:

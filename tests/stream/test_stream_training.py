@@ -11,6 +11,7 @@ from ringtile.tiled.host import HostTensor, PinnedCopies
 
 STREAM = {"stream": True, "tile_tokens": 8}
 ALONE = STREAM | {"context_parallel_size": 1}
+SAME_BITS = STREAM | {"tiled_loss": True, "reproducible": True}
 HOST = {"activation_offloading": True, "tiled_loss": True, "tiled_norm": True}  # the layers' ends wait in host memory
 
 
@@ -27,6 +28,7 @@ CELLS = table(
     Cell("one rank, a balancing loss", {"family": "mixtral-balanced"}, ALONE, world=1),
     Cell("one rank, on the host", {"evaluate": True}, ALONE | HOST, world=1),
     Cell("one rank, on the host, LoRA", {"lora": True, "collator": packed}, ALONE | HOST, world=1),
+    Cell("one rank, a hybrid", {"family": "lfm2", "evaluate": True}, ALONE | HOST, world=1),
     Cell(
         "one rank, dropout",
         config=ALONE,
@@ -75,7 +77,7 @@ def test_no_hidden_states_are_whole_while_a_trainer_trains(monkeypatch: pytest.M
     [
         ({"tile_tokens": 8}, {}, "tile_tokens is 8 but nothing is tiled"),
         (STREAM, {"torch_compile": True}, "stream is true and Trainer uses torch_compile"),
-        (STREAM, {"family": "lfm2"}, "is a Lfm2ShortConv, whose state goes on from chunk to chunk"),
+        (SAME_BITS, {"family": "lfm2"}, "is a Lfm2ShortConv, whose state goes on from chunk to chunk"),
     ],
 )
 def test_refused(config: dict[str, Any], arguments: dict[str, Any], reason: str) -> None:

@@ -20,6 +20,7 @@ from torch.overrides import handle_torch_function
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
+from ringtile.recurrent.carried import carried
 from ringtile.recurrent.choose import function_for
 from ringtile.recurrent.documents import Documents, Stretch
 from ringtile.recurrent.recurrence import Operand, Recurrence, walk
@@ -106,6 +107,9 @@ def causal_conv1d(
         bias = biases[0] if biases else None
         return function(x, weight, bias, seq_idx=seq_idx, initial_state=state, activation=activation)
 
+    if (chunk := carried()) is not None:
+        given = [x, weight] if bias is None else [x, weight, bias]
+        return chunk.compute(documents, lambda seq_idx, state: compute(given, seq_idx, state))
     if documents.sequence.world_size == 1 and len(stretches) == 1:
         return of_stretch(stretches[0], x, None)
     x, halo_of_stretch = Halos(op, documents, _terms(x, documents, sizes), sizes["W"] - 1).of(x)
@@ -233,6 +237,8 @@ def _recurrence(
             tuple(sizes[letter] for letter in _STATE[op]),
             groups_of_channels(sizes["C"]) if "C" in sizes else sizes["H" if shared else "G"],
         )
+        if (chunk := carried()) is not None:
+            return chunk.compute(documents, functools.partial(recurrence.of_segment, recurrence.tensors))
         scheme = decide(recurrence, scheme)
     return run(recurrence, scheme)
 
@@ -264,8 +270,9 @@ def _check_tensors(
     op: str, tensors: Mapping[str, Tensor | None], documents: Documents
 ) -> tuple[dict[str, str], dict[str, int]]:
     """Return the dims of each tensor, and the size of each letter. InputError for other tensors than _DIMS says."""
-    sequence = documents.sequence
-    dims, sizes = {}, {"N": sequence.layout.local_len(sequence.rank)}
+    sequence, chunk = documents.sequence, carried()
+    num_tokens = sequence.local_len if chunk is None else chunk.tokens.stop - chunk.tokens.start
+    dims, sizes = {}, {"N": num_tokens}
     first_name = next(iter(_DIMS[op]))
     first = tensors[first_name]
     assert first is not None

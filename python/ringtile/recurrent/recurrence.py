@@ -64,9 +64,10 @@ class Recurrence:
 
     def compute(self, given: list[Tensor], stretch: Stretch, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return out and the states that go out, for tensors of the operands of a stretch, of any heads."""
-        return walk(stretch, given, [operand.tokens for operand in self.operands], states, self._compute)
+        return walk(stretch, given, [operand.tokens for operand in self.operands], states, self.of_segment)
 
-    def _compute(self, given: list[Tensor], seq_idx: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def of_segment(self, given: list[Tensor], seq_idx: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return out and the final state of neighboring tokens, as kernels.py."""
         named = {operand.name: x for operand, x in zip(self.operands, given, strict=True)}
         return self.function(**named, **self.options, seq_idx=seq_idx, initial_state=state)
 

@@ -36,6 +36,7 @@ from ringtile.attn.backend import Final, Gradients, Running
 from ringtile.attn.call import AttentionCall, AttentionDropout, check_options, check_tensors
 from ringtile.attn.ulysses import Saved
 from ringtile.errors import RefusedError
+from ringtile.recurrent.carried import Carried
 from ringtile.sequence.rounds import Queries, Round
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.host import HostCopies, to_host
@@ -116,7 +117,13 @@ class CausalChunk(Chunk):
 
     what: Literal["forward", "keys", "backward"]
     keys: list[Keys]
+    carried: Carried  # by recurrences, from the chunk before
     ends_after: int = 0  # calls of attention: of a run that makes keys only
+
+    @contextlib.contextmanager
+    def running(self, batch: int) -> Iterator[None]:
+        with super().running(batch), self.carried.running():
+            yield
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, sequence: ShardedSequence, *, sinks: Tensor | None = None, **options: Any

@@ -11,7 +11,7 @@ import abc
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ringtile.errors import RefusedError
 from ringtile.random_states import drawn_since, random_states
+from ringtile.recurrent.carried import Carried
 from ringtile.stream.attend import (
     WHOLE,
     CausalChunk,
@@ -141,7 +142,8 @@ class _Chunks(abc.ABC):
         args, kwargs = self.rest.on(tokens, {})
         with chunk.running(self.batch):
             result = self.replay.call(x.clone(), *args, **kwargs)  # the layer may modify it
-        if chunk.num_calls == 0 and not isinstance(chunk, LoneChunk):
+        mixes = isinstance(chunk, LoneChunk) or (isinstance(chunk, CausalChunk) and chunk.carried.after)
+        if chunk.num_calls == 0 and not mixes:
             raise self._refused(tokens, 0)
         rows = self._rows(result, tokens)
         if not outputs:
@@ -230,19 +232,23 @@ class _Chunks(abc.ABC):
 
     def _backward_chunk(
         self, chunk: Chunk, again: Again, x: Tensor, douts: Sequence[Reader | None], grads: _Grads
-    ) -> Tensor | None:
-        """Runs a chunk again and differentiates it. Returns the gradient of the out that it takes, in two passes."""
+    ) -> list[Tensor | None]:
+        """Runs a chunk again and differentiates it. Returns the gradients of what it takes besides: the states of
+        recurrences, or in two passes attention's out."""
         leaves, tokens = self._inputs(chunk.tokens, x, grads), chunk.tokens
         args, kwargs = self.rest.on(tokens, leaves[1])
         with chunk.running(self.batch):
             result = again(leaves[0].clone(), *args, **kwargs)
         of_chunk = [None if dout is None else dout.take(tokens) for dout in douts]
         rows = self._rows(result, tokens)
-        if not isinstance(chunk, TakingChunk):
-            self._differentiate(again, rows, of_chunk, tokens, leaves, grads)
-            return None
-        (dout,) = self._differentiate(again, rows, of_chunk, tokens, leaves, grads, [chunk.out])
-        return torch.zeros_like(chunk.out) if dout is None else dout
+        taken: Sequence[Tensor] = ()
+        if isinstance(chunk, TakingChunk):
+            taken = [chunk.out]
+        elif isinstance(chunk, CausalChunk):
+            taken = chunk.carried.before
+            if grads.dstates:  # none of the last chunk
+                rows, of_chunk = [*rows, *chunk.carried.after], [*of_chunk, *grads.dstates]
+        return self._differentiate(again, rows, of_chunk, tokens, leaves, grads, taken)
 
     def _rows(self, result: Any, tokens: slice) -> list[Tensor | None]:
         """The outputs on a chunk, (B, t, ...) each: those that are so already themselves, others in that shape."""
@@ -289,23 +295,30 @@ class _OnePass(_Chunks):
 
     def _forward(self, x: Tensor, outputs: list[Writer | None]) -> bool:
         keys: list[Keys] = []
+        # With which recurrences begin, by the chunk's first token: kept for the backward, where it is another order.
+        self.states: dict[int, list[Tensor]] = {0: []}
         read, is_tuple = Reader(x, self.order), False
         for tokens in tiles(self.seq_len, self.tokens):
             self.random_states[tokens.start] = RandomState(x)
-            chunk = CausalChunk(tokens, self.seq_len, "forward", keys)
+            chunk = CausalChunk(tokens, self.seq_len, "forward", keys, self._carried(tokens))
             is_tuple = self._run(chunk, read.take(tokens), outputs)
             if chunk.num_calls != len(keys):
                 raise self._refused(tokens, chunk.num_calls)
+            self.states[tokens.stop] = chunk.carried.after
         self.num_calls = len(keys)
         return is_tuple
+
+    def _carried(self, tokens: slice, *, requires_grad: bool = False) -> Carried:
+        states = self.states.get(tokens.start, [])  # the planner leaves out chunks that are like others
+        return Carried(tokens, [x.detach().requires_grad_() for x in states] if requires_grad else states)
 
     def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
         keys: list[Keys] = []
         with torch.no_grad():
             read = Reader(x, self.order)
-            for tokens in tiles(self.seq_len, self.tokens):
+            for tokens in tiles(self.seq_len, self.tokens) if self.num_calls else ():
                 self._restore(tokens)
-                chunk = CausalChunk(tokens, self.seq_len, "keys", keys, self.num_calls)
+                chunk = CausalChunk(tokens, self.seq_len, "keys", keys, self._carried(tokens), self.num_calls)
                 self._end_at_attention(again, chunk, read.take(tokens), {})
         last = (self.seq_len - 1) // self.tokens * self.tokens
         read, douts = Reader(x, self.order[::-1]), grads.readers(self.order[::-1])
@@ -313,8 +326,8 @@ class _OnePass(_Chunks):
             begin = last - reverse.start
             tokens = slice(begin, min(begin + self.tokens, self.seq_len))
             self._restore(tokens)
-            chunk = CausalChunk(tokens, self.seq_len, "backward", keys)
-            self._backward_chunk(chunk, again, read.take(tokens), douts, grads)
+            chunk = CausalChunk(tokens, self.seq_len, "backward", keys, self._carried(tokens, requires_grad=True))
+            grads.dstates = self._backward_chunk(chunk, again, read.take(tokens), douts, grads)
 
 
 class _TwoPasses(_Chunks):
@@ -349,9 +362,8 @@ class _TwoPasses(_Chunks):
         for tokens in tiles(self.seq_len, self.tokens):
             self._restore(tokens)
             chunk = TakingChunk(tokens, self.seq_len, of_chunks.take(tokens).detach().requires_grad_())
-            found = self._backward_chunk(chunk, again, read.take(tokens), douts, grads)
-            assert found is not None
-            dout.put(tokens, found)
+            (found,) = self._backward_chunk(chunk, again, read.take(tokens), douts, grads)
+            dout.put(tokens, torch.zeros_like(chunk.out) if found is None else found)
         del out, of_chunks, chunk, found
         of_inputs, read = whole.backward(dout.close()), Reader(x, self.order)
         del whole, dout
@@ -385,6 +397,7 @@ class _Grads:
     douts: list[Tensor | None]
     dx: Writer | None
     dextra: dict[int, Tensor]  # by the index of the leaf
+    dstates: list[Tensor | None] = field(default_factory=list)  # with which recurrences end on the chunk at work
 
     def readers(self, order: Sequence[slice]) -> list[Reader | None]:
         """Of the outputs' gradients."""

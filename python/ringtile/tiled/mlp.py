@@ -11,7 +11,7 @@ Shape letters: B batch, N tokens, T = B*N tokens flattened, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -132,10 +132,14 @@ class ModuleTiles:
 _SHARDED = {"FSDPModule": "FSDP2", "FullyShardedDataParallel": "FSDP1"}  # by name, to avoid the imports
 
 
-def check_parts(module: nn.Module, what: str = "tiled MLP", unit: str = "the MLP") -> None:
-    """RefusedError, naming the part, if running in parts would change the module's outputs or lose gradients."""
+def check_parts(
+    module: nn.Module, what: str = "tiled MLP", unit: str = "the MLP", mixers: Collection[str] = ()
+) -> None:
+    """RefusedError, naming the part, if running in parts would change the module's outputs or lose gradients. mixers:
+    paths of parts whose convolutions go on from chunk to chunk."""
     for name, part in module.named_modules():
-        kernel_size = part.kernel_size if isinstance(part, nn.modules.conv._ConvNd) else ()
+        goes_on = name.rpartition(".")[0] in mixers
+        kernel_size = part.kernel_size if isinstance(part, nn.modules.conv._ConvNd) and not goes_on else ()
         if isinstance(part, nn.modules.batchnorm._BatchNorm) or any(size != 1 for size in kernel_size):
             problem = f"is a {type(part).__name__}, which mixes tokens; expected a module that processes each alone"
         elif hasattr(part, "expert_capacity"):

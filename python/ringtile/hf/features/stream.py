@@ -31,6 +31,7 @@ from ringtile.hf.batch import CHECKPOINTING, STREAMED, active_batch, as_now
 from ringtile.hf.families import CACHES, MIXERS, UNKNOWN_RECURRENCES, WHOLE_SEQUENCES
 from ringtile.hf.feature import Feature
 from ringtile.hf.group import deepspeed_shards_sequences
+from ringtile.hf.layers import mixers
 from ringtile.hf.masks import intervals_of, mask_of_batch
 from ringtile.hf.model import attends_causally, base_model, refuse_modules, text_modules
 from ringtile.hf.patches import Patches
@@ -49,7 +50,7 @@ logger = logging.getLogger("ringtile")
 NAME = "ringtile_stream"
 _PACKED = "ringtile_packed"  # the attribute of an empty mask that holds its sequence with documents apart
 # Where the arguments of layers have their tokens; tensors of other names are refused.
-_TOKEN_DIMS = {"position_embeddings": -2, "position_ids": -1, "per_layer_input": 1}
+_TOKEN_DIMS = {"position_embeddings": -2, "position_ids": -1, "per_layer_input": 1, "original_hidden_states": 1}
 _CACHES = (*CACHES, "layer_past")
 
 
@@ -84,7 +85,8 @@ def install_stream(trainer: Trainer, base: PreTrainedModel, config: Config, patc
         )
     if getattr(trainer.args, CHECKPOINTING) and trainer.args.process_index == 0:
         logger.info(f"stream: {CHECKPOINTING} has no effect on streamed layers, which run again in the backward anyway")
-    install(base, config.tile_tokens, patches)
+    # Of fixed chunks there are two passes.
+    install(base, config.tile_tokens, patches, carries=config.context_parallel_size == 1 and not config.reproducible)
 
 
 def _stream(model: nn.Module, stream_tokens: int, patches: Patches) -> None:
@@ -100,12 +102,13 @@ def _stream(model: nn.Module, stream_tokens: int, patches: Patches) -> None:
         raise RefusedError(f"{type(base).__name__} does not attend through transformers' AttentionInterface: {WHOLE}")
 
 
-def install(base: PreTrainedModel, stream_tokens: int, patches: Patches) -> None:
-    """Replaces the forward of each layer by one that runs on chunks."""
+def install(base: PreTrainedModel, stream_tokens: int, patches: Patches, *, carries: bool = False) -> None:
+    """Replaces the forward of each layer by one that runs on chunks. carries: recurrent layers are ringtile's
+    (features/recurrent.py), on one rank, so that their states go on from chunk to chunk."""
     if isinstance(stream_tokens, bool) or not isinstance(stream_tokens, int) or stream_tokens < 1:
         raise InputError(f"stream_tokens is {shown(stream_tokens)}, expected a whole number of tokens, at least 1")
     layers = find_layers(base)
-    _check(base, layers)
+    _check(base, layers, carries)
     for name, layer in layers.items():
         gather_as_one(layer, patches)
         forward = _StreamedLayer(name, own_forward(name, layer), stream_tokens)
@@ -156,7 +159,7 @@ def _is_plain(embedding: nn.Module) -> bool:
     )
 
 
-def _check(base: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
+def _check(base: PreTrainedModel, layers: dict[str, nn.Module], carries: bool) -> None:
     """RefusedError, naming the layer, for what shows before it runs."""
     model, config = type(base).__name__, base.config.get_text_config()
     if not layers:
@@ -168,11 +171,14 @@ def _check(base: PreTrainedModel, layers: dict[str, nn.Module]) -> None:
     for name, layer in layers.items():
         for path, part in layer.named_modules():
             kind = type(part).__name__
-            if kind in MIXERS or kind in UNKNOWN_RECURRENCES:
-                raise RefusedError(f"{name}.{path} is a {kind}, whose state goes on from chunk to chunk: {WHOLE}")
+            if (kind in MIXERS and not carries) or kind in UNKNOWN_RECURRENCES:
+                raise RefusedError(
+                    f"{name}.{path} is a {kind}, whose state goes on from chunk to chunk, which ringtile's recurrences "
+                    f"do on one rank of a Trainer: {WHOLE}"
+                )
             if "Indexer" in kind:
                 raise RefusedError(f"{name}.{path} ({kind}) picks keys by all tokens of the sequence: {WHOLE}")
-        check_parts(layer, "streamed layer", "the layer")
+        check_parts(layer, "streamed layer", "the layer", mixers(layer.named_modules()))
 
 
 @dataclass(frozen=True)
@@ -230,6 +236,8 @@ class _StreamedLayer(TiledForward):
 
     def _dim(self, name: str, leaf: Any, x: Tensor) -> int | None:
         dim = _TOKEN_DIMS.get(name)
+        if name == "attention_mask" and isinstance(leaf, Tensor) and leaf.dim() == 2:
+            dim = -1  # of padding, which recurrent layers are given
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.numel() == 0:
             return None
         if dim is None and name in attention.WITHOUT_EFFECT:

@@ -1,0 +1,103 @@
+"""Streamed hybrids, whose recurrences go on from chunk to chunk, against the same layers whole, in float64."""
+
+import pytest
+import ringtile
+import torch
+from ringtile.config import Config
+from ringtile.errors import RefusedError
+from ringtile.hf.batch import active
+from ringtile.hf.features import recurrent, stream
+from ringtile.hf.model import switch_attention
+from ringtile.hf.patches import Patches
+from ringtile.hf.shard import Reading, shard_batch
+from ringtile.planner.setup import Setup
+from ringtile.planner.step import TrainingStep
+from ringtile.recurrent.carried import Carried
+from ringtile.recurrent.functions import causal_conv1d
+from ringtile.sequence.layout import Layout
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.sharded import ShardedSequence
+from ringtile.transport.loopback import LoopbackWorld
+from test_stream_layers import CHUNK, TOKENS, assert_equal, batch_of, no_float32, run
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tools.models.tiny_models import tiny_config, tiny_model
+
+__all__ = ["no_float32"]  # a fixture
+EVERY_RUN = ("qwen3_next", "jamba", "falcon_h1", "lfm2")
+OTHERS = ("bamba", "granitemoehybrid", "mamba2", "mamba", "falcon_mamba", "kimi_linear", "bailing_hybrid", "lara_mini")
+OTHERS += ("minimax", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "lfm2_moe", "zamba", "zamba2")
+
+
+def model_of(model_type: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = tiny_config(model_type)
+    config.output_router_logits = False  # a balancing loss over shards is another matter
+    model = tiny_model(config).double().train()
+    model.set_experts_implementation("eager")
+    return model
+
+
+def run_on_one_rank(model: PreTrainedModel, kind: str, chunk: int = 0) -> dict[str, Tensor]:
+    """As a Trainer does; chunk: of streamed layers, or 0."""
+
+    def rank(group: object) -> dict[str, Tensor]:
+        patches = Patches()
+        switch_attention(model, patches)
+        recurrent.install(model, patches)
+        if chunk:
+            stream.install(model, chunk, patches, carries=True)
+        local, batch = shard_batch(batch_of(kind), Reading(), layout="contiguous", group=group)
+        try:
+            with active(batch):
+                return run(model, local)
+        finally:
+            patches.restore()
+
+    return LoopbackWorld(1).run(rank)[0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "left padding", "right padding", "packed"])
+@pytest.mark.parametrize("model_type", [*EVERY_RUN, *(pytest.param(x, marks=pytest.mark.long) for x in OTHERS)])
+def test_streamed_equals_whole(model_type: str, kind: str) -> None:
+    model = model_of(model_type)
+    expected = run_on_one_rank(model, kind)
+    assert_equal(run_on_one_rank(model, kind, CHUNK), expected)
+    if kind == "plain" and model_type == "qwen3_next":  # and what transformers computes, whose gradient of A_log errs
+        assert_equal(run(model, batch_of()), expected, 1e-11)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, TOKENS, 50])
+def test_chunks_shorter_than_a_convolution_and_one_of_all_tokens(chunk: int) -> None:
+    model = model_of("qwen3_next")
+    assert_equal(run_on_one_rank(model, "packed", chunk), run_on_one_rank(model, "packed"))
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"layers\.0\.linear_attn is a Qwen3NextGatedDeltaNet, whose state goes on"):
+        ringtile.stream_layers(model_of("qwen3_next"))  # transformers' recurrences know no documents
+    with pytest.raises(RefusedError, match=r"layers\.1 attends 0 times through transformers' AttentionInterface"):
+        run_on_one_rank(model_of("nemotron_h"), "plain", CHUNK)
+    setup = Setup(tiny_config("qwen3_next"), devices=2, ringtile=Config(context_parallel_size=2, stream=True))
+    with pytest.raises(RefusedError, match="whose state goes on from chunk to chunk"), TrainingStep(setup):
+        pass
+
+
+def test_a_tree_is_refused() -> None:
+    tree = ShardedSequence.of(IntervalMask.tree([-1, 0, 0], [4, 3, 3]), Layout.contiguous(10, 1))
+    x = torch.randn(1, 5, 4)
+    with Carried(slice(0, 5), []).running(), pytest.raises(RefusedError, match="a tree of tokens; expected one rank"):
+        causal_conv1d(x, torch.randn(4, 3), tree)
+
+
+def test_the_planner_streams_hybrids() -> None:
+    """A layer's keys and values, and a state and W - 1 inputs of each recurrent layer for each chunk."""
+    config = tiny_config("qwen3_next")
+    keys = {"tiled_loss": True, "tile_tokens": 64, "keep_attention": False}
+    slopes = {}
+    for streams in (False, True):
+        with TrainingStep(Setup(config, ringtile=Config(**keys, stream=streams))) as step:
+            shorter, longer = (step.run(tokens).total for tokens in (1024, 2048))
+        slopes[streams] = (longer - shorter) / 1024
+    assert slopes[True] < slopes[False] / 3
