@@ -458,8 +458,8 @@ def test_text_of_a_picture_is_readable_on_light_and_on_dark(path: pathlib.Path, 
 @pytest.mark.long  # 36 layers; tests/planner compares the planner with trainings
 def test_figures_of_memory_are_the_planners() -> None:
     planned = module_of("tools/pictures/plan_memory.py")
-    figures = json.loads(planned.FIGURES.read_text())["eight"]["context_parallel_size: 8"]
-    assert planned.parts_of(planned.EIGHT["context_parallel_size: 8"], 8, [2**17]) == {"131072": figures["131072"]}
+    figures = json.loads(planned.FIGURES.read_text())["context_parallel_size: 8"]
+    assert planned.parts_of(planned.VARIANTS["context_parallel_size: 8"], [2**17]) == {"131072": figures["131072"]}
 
 
 def test_table_of_keys_is_the_configuration() -> None:

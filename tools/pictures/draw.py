@@ -251,7 +251,7 @@ def entries() -> str:
 
 def memory() -> str:
     """Planned memory of Qwen3-8B on 8 GPUs: against the length, and by part at 128K."""
-    figures = json.loads((pathlib.Path(__file__).parent / "memory.json").read_text())["eight"]
+    figures = json.loads((pathlib.Path(__file__).parent / "memory.json").read_text())
     picture = Picture(920, 440, "Qwen3-8B on 8 GPUs under FSDP2, planned")
     left, bottom, width, height, low, high = 60, 340, 330, 300, 4.0, 12.0
     lengths = [int(length) for length in next(iter(figures.values()))]
@@ -273,13 +273,14 @@ def memory() -> str:
     for n, of_lengths in enumerate(figures.values()):
         totals = [sum(count for part, count in parts.items() if part != "host") / GIB for parts in of_lengths.values()]
         picture.line([(left + i * step, place(total)) for i, total in enumerate(totals)], COLORS[n], 2.5)
-        picture.rect(left + n % 2 * 180, 378 + n // 2 * 14 - 9, 10, 10, COLORS[n])
-        picture.text(left + n % 2 * 180 + 14, 378 + n // 2 * 14, names[n], size=11)
-    parts = [part for part in next(iter(figures.values()))["131072"] if part not in ("host", "reference", "kv cache")]
+        picture.rect(left + n % 2 * 180, 374 + n // 2 * 14 - 9, 10, 10, COLORS[n])
+        picture.text(left + n % 2 * 180 + 14, 374 + n // 2 * 14, names[n], size=11)
+    elsewhere = "host", "reference", "tower", "kv cache"
+    parts = [part for part in next(iter(figures.values()))["131072"] if part not in elsewhere]
     top = max(sum(of["131072"][part] for part in parts) for of in figures.values()) / GIB
     picture.text(480, 24, "By part, 128K tokens (GiB)")
     for n, (name, of_lengths) in enumerate(zip(names, figures.values(), strict=True)):
-        y, x = 44 + n * 50, 480.0
+        y, x = 40 + n * 45, 480.0
         picture.text(480, y + 8, name, size=11)
         for color, part in enumerate(parts):
             share = of_lengths["131072"][part] / GIB / top * 380
@@ -291,8 +292,8 @@ def memory() -> str:
     for color, part in enumerate(parts):
         picture.rect(480 + color % 4 * 108, 366 + color // 4 * 18, 10, 10, COLORS[color])
         picture.text(494 + color % 4 * 108, 375 + color // 4 * 18, part, size=11)
-    said = "Planned (keep_attention: false), not measured; each key is added to those above it."
-    picture.text(60, 428, said, fill="#555555", size=11)
+    said = "Planned (keep_attention: false), not measured. Each key is added; stream replaces checkpoints, MLP, norm."
+    picture.text(60, 434, said, fill="#555555", size=11)
     return picture.svg()
 
 
