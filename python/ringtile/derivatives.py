@@ -54,7 +54,10 @@ def _transform_of(x: Tensor) -> str:
         if functorch.is_gradtrackingtensor(x):  # of grad, vjp or jvp, at whatever depth
             return "torch.func (grad, vjp, jvp, jacrev, jacfwd, hessian, linearize)"
         x = functorch.get_unwrapped(x)
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+    # Inside of an op, whose call was checked, no tensor shows its tangent.
+    if forward_ad._current_level < 0 or torch._C._dispatch_tls_is_dispatch_key_excluded("AutogradFunctionality"):
+        return ""
+    if forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
         return "forward-mode AD (torch.func.jvp or torch.autograd.forward_ad)"
     return ""
 

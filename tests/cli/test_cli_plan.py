@@ -32,7 +32,7 @@ def test_command_line_is_what_users_script_against() -> None:
         options[verb] = {action.option_strings[0] for action in parser._actions if action.option_strings} - {"-h"}
     assert options == {
         "train": {"--compare"},
-        "verify": set(),
+        "verify": {"--bits"},
         "doctor": set(),
         "plan": {
             "--seq-len",
@@ -61,6 +61,7 @@ def test_command_line_is_what_users_script_against() -> None:
             "--tiled-mlp",
             "--tiled-norm",
             "--tiled-loss",
+            "--stream",
             "--tile-tokens",
             "--bf16",
             "--lora-rank",

@@ -7,7 +7,7 @@ import ringtile
 import torch
 from hf_engines import full_weights
 from hf_models import tiny_model
-from hf_training import Messages, make_trainer
+from hf_training import make_trainer
 from losses import OwnMean
 from pool import run_ranks
 from ringtile.hf.trainer import first_batch_of
@@ -252,50 +252,3 @@ def test_a_model_that_writes_trains_as_without_the_check():
         assert expected["held"][0][0] == 2  # it writes in every forward pass
         _assert_same_bits(got, expected)
         assert proof.num_modules > 20
-
-
-def _trained_with(change):
-    model = tiny_model().train()
-    change(model.model.layers[0].mlp)
-    trainer = make_trainer(model=model, max_steps=1)
-    with Messages() as said:
-        ringtile.enable(trainer, {"context_parallel_size": 2})
-        trainer.train()
-        proof = first_batch_of(trainer)
-        ringtile.restore(trainer)
-    return said, proof, trainer.state.global_step
-
-
-def _draws_from_an_iterator(mlp):
-    numbers = iter(range(1000))
-    mlp.register_forward_hook(lambda module, args, output: next(numbers) and None)
-
-
-def _trained_on_long_rows():
-    model = tiny_model(max_position_embeddings=1024).train()
-
-    def check(module, args, output):
-        if output.size(1) not in (350, 352):  # a shard of the whole row
-            raise ValueError("blocks of 350")
-
-    model.model.layers[0].mlp.register_forward_hook(check)
-    rows = [{"input_ids": [3] * 700, "labels": [3] * 700}] * 4
-    trainer = make_trainer(model=model, max_steps=1, trainer_arguments={"train_dataset": rows})
-    with Messages() as said:
-        ringtile.enable(trainer, {"context_parallel_size": 2})
-        trainer.train()
-        ringtile.restore(trainer)
-    return said, trainer.state.global_step
-
-
-def test_what_cannot_be_put_back_is_not_proved():
-    (said, *_), _ = runs = run_ranks(2, _trained_with, _draws_from_an_iterator)
-    assert "range_iterator, which cannot be put back" in said[0]
-    assert [(proof, step) for _, proof, step in runs] == [(None, 1)] * 2
-
-
-def test_a_model_that_fails_on_a_cut_trains_unproved():
-    (said, step), (_, other) = run_ranks(2, _trained_on_long_rows)
-    assert step == other == 1
-    assert "model.layers.0" in said[0]
-    assert "blocks of 350" in said[0]
