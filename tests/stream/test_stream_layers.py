@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import ringtile
 import torch
+import torch.distributed as dist
 from counting import Alive, Counting, relative_error
 from fake_device import LateTransfer, alive
 from hf_models import FAMILIES, SIZES, tiny_encoder, tiny_model, with_lora
+from pool import run_ranks
 from ringtile import InputError, RefusedError
 from ringtile.config import Config
 from ringtile.hf.batch import active
@@ -436,6 +438,20 @@ def test_two_passes_with_ends_in_host_memory(family: str, monkeypatch: pytest.Mo
 
 
 # ---- refused ------------------------------------------------------------------------------------
+
+
+def _refused_in_a_block() -> None:
+    model, ids = model_of(), torch.arange(64)[None]
+    ringtile.stream_layers(model, CHUNK)
+    places = ids.clone()
+    block = ringtile.context_parallel(dist.group.WORLD, buffers=[ids, places], buffer_seq_dims=[1, 1])
+    with block, pytest.raises(RefusedError, match=r"layers\.0 is streamed inside of ringtile\.context_parallel"):
+        model(input_ids=ids, position_ids=places)
+
+
+def test_streamed_layers_are_refused_in_a_block() -> None:
+    """They would attend the tokens of a shard alone."""
+    run_ranks(2, _refused_in_a_block)
 
 
 def test_what_is_refused_before_it_runs() -> None:

@@ -53,6 +53,7 @@ class RingMode(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.is_alone = is_alone
+        self.shards_attention = not is_alone  # for streamed layers, which attend in another way
         self.is_before = False  # in a model with a language model inside, which has not begun: nothing is sharded yet
         self.scope = scope
         self.enter: Enter = enter or (lambda: self)

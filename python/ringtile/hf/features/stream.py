@@ -208,6 +208,11 @@ class _StreamedLayer(TiledForward):
         batch, sequence = active_batch(), getattr(given.get("attention_mask"), attention.SEQUENCE, None)
         if batch is not None and sequence is None:
             sequence = batch.sequence
+        if batch is None and _is_in_a_block():
+            raise RefusedError(
+                f"{self.name} is streamed inside of ringtile.context_parallel, which sees no attention of its chunks; "
+                f"expected ringtile.sequence_log_probs or a Trainer with stream: true, or layers that are not streamed"
+            )
         copies: HostCopies | None = getattr(module, STREAMED)
         hidden = x if copies is None else to_host(x, copies)
         fixed = None if batch is None else batch.chunk_tokens
@@ -331,6 +336,12 @@ def attend(
     run = ring_attention if chunk is None else chunk.attend
     softcap, sinks = options.get("softcap") or 0.0, options.get("s_aux")
     return run(q, k, v, sequence, scale=options.get("scaling"), softcap=softcap, sinks=sinks), None
+
+
+def _is_in_a_block() -> bool:
+    """Whether a torch function mode of this thread shards the attention inside of it."""
+    modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
+    return any(getattr(mode, "shards_attention", False) for mode in modes)
 
 
 def _sequence_of(mask: Tensor | None, options: dict[str, Any]) -> ShardedSequence | None:
