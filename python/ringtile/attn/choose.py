@@ -87,7 +87,7 @@ class _Task:
 
     @property
     def kind(self) -> Kind:
-        return kind_of(self.call, self.takes_dlse, len(self.states) == 3)
+        return kind_of(self.call, self.takes_dlse, self.backward)
 
 
 # What decides who may compute a block of a sequence, apart from its round.
