@@ -288,16 +288,22 @@ static inline bool rows_are_aligned(const attn_case *c) {
     return aligned;
 }
 
+// A problem whose rows may be copied so.
+static inline attn_case new_aligned_case(uint64_t *state, attn_shape shape, mask_kind mask) {
+    attn_case c = new_case(state, shape, mask, 1);
+    while (!rows_are_aligned(&c)) {
+        free_case(&c);
+        c = new_case(state, shape, mask, 1);
+    }
+    return c;
+}
+
 // The keys and values of two of the four kv heads fill a section (key_walk.cuh): most of them are in no run, and need
 // no memory here.
 static inline void check_that_heads_in_sections_agree(void) {
     const attn_shape shape = {RT_BF16, 2, 150, 140, 2, 4, 64, 64, false};
     uint64_t state = 9;
-    attn_case c = new_case(&state, shape, MASK_CAUSAL, 1);
-    while (!rows_are_aligned(&c)) {
-        free_case(&c);
-        c = new_case(&state, shape, MASK_CAUSAL, 1);
-    }
+    attn_case c = new_aligned_case(&state, shape, MASK_CAUSAL);
     c.p.num_keys = (24 << 20) / (2 * (64 + 64) * 2);
     for (int i = K; i <= V; i++) { // no output lies between their rows
         tensor *const x = &c.x[i];
@@ -506,11 +512,7 @@ static inline bool any_pair(const attn_case *c) {
 static inline void check_that_unattended_tiles_stay_unread_by(int num_sides, pass pass, rt_dtype dtype) {
     enum { KEYS = 1024, FIRST = 384, LAST = 640, DIM = 64 };
     uint64_t state = 5;
-    attn_case c = new_case(&state, (attn_shape){dtype, 1, 64, KEYS, 2, 1, DIM, DIM, true}, MASK_EMPTY, 1);
-    while (!rows_are_aligned(&c)) {
-        free_case(&c);
-        c = new_case(&state, (attn_shape){dtype, 1, 64, KEYS, 2, 1, DIM, DIM, true}, MASK_EMPTY, 1);
-    }
+    attn_case c = new_aligned_case(&state, (attn_shape){dtype, 1, 64, KEYS, 2, 1, DIM, DIM, true}, MASK_EMPTY);
     c.p.mask_batch_stride = 0;
     for (int32_t i = 0; i < 64; i++) c.begin[i] = LAST - 255 + i, c.end[i] = LAST - 63 + i;
     if (num_sides == 2) {
@@ -543,11 +545,7 @@ static inline void check_that_a_weight_of_0_silences(rt_dtype dtype) {
     enum { N = 128, DIM = 64 };
     const attn_shape shape = {dtype, 1, N, N, 1, 1, DIM, DIM, true};
     uint64_t state = 8;
-    attn_case c = new_case(&state, shape, MASK_EMPTY, 1);
-    while (!rows_are_aligned(&c)) {
-        free_case(&c);
-        c = new_case(&state, shape, MASK_EMPTY, 1);
-    }
+    attn_case c = new_aligned_case(&state, shape, MASK_EMPTY);
     c.p.mask_batch_stride = 0, c.p.fresh = false;
     for (int32_t i = 0; i < N; i++) c.begin[i] = 0, c.end[i] = i == N - 1 ? N : N - 1;
     fill(&c.x[LSE], 5);

@@ -38,11 +38,7 @@ static void test_one_long_run_agrees_too(void) {
 // Of a packed batch: 70 runs of 8 keys, the last key first.
 static void test_64_runs_are_one_launch(void) {
     uint64_t state = 9;
-    attn_case c = new_case(&state, (attn_shape){RT_BF16, 1, 128, 560, 1, 1, 64, 64, true}, MASK_CAUSAL, 1);
-    while (!rows_are_aligned(&c)) {
-        free_case(&c);
-        c = new_case(&state, (attn_shape){RT_BF16, 1, 128, 560, 1, 1, 64, 64, true}, MASK_CAUSAL, 1);
-    }
+    attn_case c = new_aligned_case(&state, (attn_shape){RT_BF16, 1, 128, 560, 1, 1, 64, 64, true}, MASK_CAUSAL);
     c.p.num_k_runs = 70;
     for (int64_t i = 0; i < 70; i++) c.runs[i] = (rt_run){8 * (69 - i), 1, 8 * i, 8};
     const int64_t before = emulator_ctas();
@@ -85,11 +81,7 @@ static rt_status forward_with_isa(const attn_case *c, const char *isa) {
 
 static void test_environment_chooses_the_kernels(void) {
     uint64_t state = 8;
-    attn_case c = new_case(&state, (attn_shape){RT_BF16, 2, 70, 140, 2, 1, 64, 64, false}, MASK_CAUSAL, 1);
-    while (!rows_are_aligned(&c)) {
-        free_case(&c);
-        c = new_case(&state, (attn_shape){RT_BF16, 2, 70, 140, 2, 1, 64, 64, false}, MASK_CAUSAL, 1);
-    }
+    attn_case c = new_aligned_case(&state, (attn_shape){RT_BF16, 2, 70, 140, 2, 1, 64, 64, false}, MASK_CAUSAL);
     CHECK_STATUS(forward_with_isa(&c, "sm_70"), RT_BAD_CUDA_ISA);
     CHECK_STATUS(forward_with_isa(&c, "SM_80"), RT_BAD_CUDA_ISA);
     for (int isa = 0; isa < 3; isa++) {
