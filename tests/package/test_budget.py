@@ -14,7 +14,7 @@ SUFFIXES = {".py", ".c", ".h", ".cpp", ".cu", ".cuh"}
 CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folders
     "benchmarks": (15, 2510),
     "csrc": (92, 9795),
-    "cuda": (46, 4700),
+    "cuda": (46, 4707),
     "python/ringtile": (19, 2892),
     "python/ringtile/attn": (11, 2470),
     "python/ringtile/cli": (14, 2152),
@@ -36,7 +36,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/campaigns": (21, 4560),
     "tests/cli": (12, 2040),
     "tests/emulator": (27, 4660),
-    "tests/gpu": (10, 1512),
+    "tests/gpu": (10, 1530),
     "tests/hf": (68, 13900),
     "tests/package": (8, 1850),
     "tests/planner": (4, 1125),
