@@ -6,6 +6,7 @@ Units: seconds, bytes, flops (2 per multiply-add), flops per second.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pathlib
 import platform
@@ -165,7 +166,7 @@ def machine(device: str = "cpu") -> dict[str, object]:
     gpu: dict[str, object] = {}
     if device == "cuda":
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # of CUDA: 1000 major + 10 minor
+        driver: int = importlib.import_module("ringtile._cuda").DRIVER_VERSION  # of CUDA: 1000 major + 10 minor
         gpu = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": driver, "cudnn": cudnn}
         gpu["cuda_isa"] = os.environ.get("RINGTILE_CUDA_ISA") or "the best of the GPU"
     return gpu | {

@@ -54,6 +54,7 @@ rt_status rt_cuda_attn_merge(const rt_attn_merge_params *p, void *stream);
 
 // Of the toolkit that compiled this, 1000 major + 10 minor: a driver for an older major runs none of it.
 int rt_cuda_runtime_version(void);
+int rt_cuda_driver_version(void); // the newest that the driver runs, likewise; 0 without a driver
 
 #ifdef __cplusplus
 }

@@ -14,7 +14,10 @@
 #define RT_MODULE "_cuda"
 #define RT_MODULE_INIT PyInit__cuda
 #define RT_METHODS nullptr
-#define RT_ADD_CONSTANTS(module) PyModule_AddIntConstant(module, "CUDART_VERSION", rt_cuda_runtime_version())
+#define RT_ADD_CONSTANTS(module)                                                                                       \
+    (PyModule_AddIntConstant(module, "CUDART_VERSION", rt_cuda_runtime_version()) == 0                                 \
+         ? PyModule_AddIntConstant(module, "DRIVER_VERSION", rt_cuda_driver_version())                                 \
+         : -1)
 // Weak: a torch without CUDA lacks it, and the object, which binds all its symbols at once, must load there for the
 // tests.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream);

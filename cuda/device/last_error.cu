@@ -40,4 +40,10 @@ rt_status launch_failed(const failed_launch &failed) {
 
 int rt_cuda_runtime_version(void) { return CUDART_VERSION; }
 
+int rt_cuda_driver_version(void) {
+    int version = 0;
+    cudaDriverGetVersion(&version);
+    return version;
+}
+
 #endif

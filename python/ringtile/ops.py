@@ -72,12 +72,11 @@ def why_no_cuda() -> str:
         binary = importlib.import_module("ringtile._cuda")  # loading it registers the ops for CUDA tensors
     except ImportError as error:
         return f"not loaded: {error}; rebuild ringtile for this torch ({torch.__version__})"
-    driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # as CUDART_VERSION: 1000 major + 10 minor
-    if driver // 1000 < binary.CUDART_VERSION // 1000:
+    driver, built_with = binary.DRIVER_VERSION // 1000, binary.CUDART_VERSION // 1000  # 1000 major + 10 minor
+    if driver < built_with:
         return (
-            f"the driver is too old: it runs CUDA {driver // 1000}, the kernels were built with CUDA "
-            f"{binary.CUDART_VERSION // 1000}; install a newer driver, or rebuild ringtile with an nvcc of CUDA "
-            f"{driver // 1000}"
+            f"the driver is too old: it runs CUDA {driver}, the kernels were built with CUDA {built_with}; install a "
+            f"newer driver, or rebuild ringtile with an nvcc of CUDA {driver}"
         )
     return ""
 

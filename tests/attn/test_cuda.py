@@ -54,9 +54,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, find_spec: object, version: str | N
     def import_module(name: str) -> object:
         if isinstance(find_spec, bool):
             raise ImportError("no such symbol")
-        return SimpleNamespace(CUDART_VERSION=find_spec)
-
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12080, raising=False)
+        return SimpleNamespace(CUDART_VERSION=find_spec, DRIVER_VERSION=12080)
 
     monkeypatch.setattr(ops.importlib.util, "find_spec", lambda name: find_spec)
     monkeypatch.setattr(ops.importlib, "import_module", import_module)
