@@ -125,7 +125,9 @@ def main(file: pathlib.Path) -> int:
             said[isa] = f"started the {kernel}, and did not end"
             file.write_text(json.dumps(said))
 
-        said[isa] = try_isa(isa, file.parent, say)
+        # The first question about a device loads the CUDA kernels.
+        reason = ops.why_not_on(0) if torch.cuda.is_available() else ""
+        said[isa] = reason or try_isa(isa, file.parent, say)
         file.write_text(json.dumps(said))
         print(f"{isa} kernels: {said[isa]}", flush=True)
     return int(any(each != "ok" for each in said.values()))
