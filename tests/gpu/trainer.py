@@ -138,8 +138,10 @@ def train(
             gradient_checkpointing=True,
             gradient_checkpointing_kwargs={"use_reentrant": False},
         )
+        with torch.device("cuda" if ON_GPU else "cpu"):  # 2e9 numbers drawn on a CPU would take most of the time
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
         trainer = Trainer(
-            model=AutoModelForCausalLM.from_config(config, dtype=dtype),  # type: ignore[no-untyped-call]
+            model=model,
             args=settings,
             train_dataset=rows_of(seq_len, sizes["vocab_size"], packed),
             data_collator=collate,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import datasets
 import pytest
 import ringtile
 import torch
@@ -153,6 +152,8 @@ class Messages(logging.Handler):
 
 def enter_world() -> None:
     """Makes transformers see the process group of this rank, or its absence, as if started for it."""
+    import datasets  # a machine with a GPU that runs tests/gpu may not have it
+
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     transformers.logging.set_verbosity_error()
@@ -212,6 +213,8 @@ def make_trainer(
         training_arguments = config_class(folder, **{"max_length": 64, "bf16": False, **settings})
         if trainer_class.__name__ != "SFTTrainer":
             train_rows, eval_rows = make_pairs(num_rows), make_pairs(5, seed=1)
+        import datasets
+
         train_rows, eval_rows = (datasets.Dataset.from_list(rows) for rows in (train_rows, eval_rows))
         extra = {"processing_class": tiny_tokenizer(), **(trainer_arguments or {})}
     else:
