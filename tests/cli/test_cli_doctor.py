@@ -14,8 +14,7 @@ import ringtile
 import torch
 from pool import run_program
 from ringtile import ops
-from ringtile.cli import doctor, main
-from ringtile.hf.patches import Patches
+from ringtile.cli import main
 
 PACKAGE = pathlib.Path(ringtile.__file__).parent
 
@@ -43,27 +42,12 @@ def test_doctor_reports_this_machine(tmp_path: pathlib.Path, capsys: pytest.Capt
     assert torch.__version__ in capsys.readouterr().out
 
 
-def test_doctor_lists_what_ledgers_replaced() -> None:
-    class Owner:
-        pass
-
-    patches, forgotten = Patches(), Patches()
-    patches.set(Owner(), "step", 1)
-    forgotten.set(Owner(), "forgotten", 1)
-    assert "Owner.step" in doctor.patched()["replaced here"]
-    del forgotten
-    assert "Owner.forgotten" not in doctor.patched()["replaced here"]
-    patches.restore()
-    assert "Owner.step" not in doctor.patched()["replaced here"]
-
-
 @pytest.mark.long  # a process of its own; the tests below read the same report in this one
-def test_doctor_patches_nothing_and_names_the_forced_instruction_set(tmp_path: pathlib.Path) -> None:
+def test_doctor_names_the_forced_instruction_set(tmp_path: pathlib.Path) -> None:
     done, report = run_doctor(tmp_path, RINGTILE_CPU_ISA="generic")
     assert done.returncode == 0, done.stderr
     assert report["kernels"]["isa"] == "generic"
     assert report["kernels"]["best_isa"] in ops.ISA_NAMES
-    assert report["patched"]["replaced here"].startswith("nothing")
     assert report["environment"]["RINGTILE_CPU_ISA"] == "generic"
 
 

@@ -1,4 +1,4 @@
-"""`ringtile doctor`: reports versions, kernels and their checks, devices, and what is patched. Never raises."""
+"""`ringtile doctor`: reports versions, kernels and their checks, and devices. Never raises."""
 
 from __future__ import annotations
 
@@ -72,7 +72,6 @@ def examine() -> dict[str, dict[str, Any]]:
         "self-test": self_tests() if found["error"] is None else {},
         "devices": devices(),
         "process groups": {name: is_backend_available(name) for name in BACKENDS},
-        "patched": patched(),
         "environment": environment.reported(),
     }
 
@@ -192,23 +191,3 @@ def devices() -> dict[str, Any]:
 def is_backend_available(name: str) -> bool:
     """Whether this torch can make process groups with a backend."""
     return torch.distributed.is_available() and torch.distributed.is_backend_available(name)
-
-
-def patched() -> dict[str, Any]:
-    """The attributes of other libraries' objects that ringtile has replaced in this process."""
-    patches = sys.modules.get("ringtile.hf.patches")  # not imported: nothing replaced
-    entries = (
-        [] if patches is None else [f"{owner_name(owner)}.{name}" for owner, name in patches.replaced_in_process()]
-    )
-    replaced = ", ".join(entries) or "nothing (import patches nothing, ringtile.enable patches one Trainer)"
-    registered = False
-    if "ringtile.hf.attention" in sys.modules:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        registered = "ringtile" in ALL_ATTENTION_FUNCTIONS
-    return {"replaced here": replaced, 'attention "ringtile" registered': registered}
-
-
-def owner_name(owner: object) -> str:
-    """The name of a replaced attribute's owner in reports."""
-    return owner.__name__ if isinstance(owner, type) else type(owner).__name__

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
@@ -31,7 +30,6 @@ class Patches:
     def __init__(self) -> None:
         self._undo = contextlib.ExitStack()
         self._entries: list[tuple[object, str]] = []
-        _records.add(self)
 
     @classmethod
     def of(cls, install: Callable[[Patches], None]) -> Patches:
@@ -156,11 +154,3 @@ def _unshare(owner: ModuleType, name: str) -> None:
         _shared[owner, name] = original, users - 1
     else:
         setattr(owner, name, original)
-
-
-_records: weakref.WeakSet[Patches] = weakref.WeakSet()
-
-
-def replaced_in_process() -> list[tuple[object, str]]:
-    """The entries of every record in this process, in no particular order of the records."""
-    return [entry for patches in _records for entry in patches.entries]
