@@ -134,9 +134,14 @@ def active(batch: ShardedBatch | None) -> Iterator[None]:
         activate(before)
 
 
-def is_recomputed_without_batch() -> bool:
-    """Return whether a backward computes a layer again through a checkpoint that `keep_in_checkpoints` has not seen."""
-    return not _inside.kept and torch._C._current_graph_task_id() != -1
+def check_not_recomputed(place: str) -> None:
+    """RefusedError: without a batch, a backward computes a layer again, by a checkpoint that `keep_in_checkpoints` has
+    not seen."""
+    if not _inside.kept and torch._C._current_graph_task_id() != -1:
+        raise RefusedError(
+            f"{place} is computed again in the backward, outside of the forward pass of its batch; expected it to be "
+            f"checkpointed by the Trainer's {CHECKPOINTING}"
+        )
 
 
 def keep_in_checkpoints(model: nn.Module) -> None:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from ringtile.attn.indexed import choose_keys
 from ringtile.errors import RefusedError
 from ringtile.hf import model
-from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, is_recomputed_without_batch
+from ringtile.hf.batch import ShardedBatch, active_batch, check_not_recomputed
 from ringtile.hf.families import CACHES
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.layers import indexers
@@ -70,11 +70,7 @@ def _forward(place: str, original: Callable[..., Tensor], *args: Any, **kwargs: 
     if batch is None:
         if has_cache:
             return original(*args, **kwargs)
-        if is_recomputed_without_batch():
-            raise RefusedError(
-                f"{place} is computed again in the backward, outside of the forward pass of its batch; expected it to "
-                f"be checkpointed by the Trainer's {CHECKPOINTING}"
-            )
+        check_not_recomputed(place)
         with _FirstOfEqual():
             return original(*args, **kwargs)
     if has_cache:

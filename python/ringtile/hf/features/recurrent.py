@@ -23,7 +23,7 @@ from transformers.activations import ACT2FN
 from ringtile import keep, ops
 from ringtile.errors import RefusedError
 from ringtile.hf.attention import WITHOUT_EFFECT, unknown_arguments
-from ringtile.hf.batch import CHECKPOINTING, active_batch, is_recomputed_without_batch
+from ringtile.hf.batch import active_batch, check_not_recomputed
 from ringtile.hf.families import CACHES, MIXERS, SHORT_CUTS, UNKNOWN_RECURRENCES
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.layers import mixers
@@ -84,11 +84,7 @@ def install(model: PreTrainedModel, patches: Patches) -> None:
 def _enter(place: str, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of a mixer: padding belongs to no document of the batch."""
     if active_batch() is None:
-        if is_recomputed_without_batch():
-            raise RefusedError(
-                f"{place} is computed again in the backward, outside of the forward pass of its batch; expected it to "
-                f"be checkpointed by the Trainer's {CHECKPOINTING}"
-            )
+        check_not_recomputed(place)
         return args, kwargs
     if any(kwargs.get(cache) is not None for cache in CACHES):
         raise RefusedError(f"{place} got a cache; expected none: its states are those of whole sequences")

@@ -145,13 +145,11 @@ def _nodes_of_segments(kv_index: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Ten
     kv_index[cu_seqlens_k[i] : cu_seqlens_k[i + 1]]. InputError: a way is not that of its parent and its own tokens.
     """
     kv_index, of_queries, of_keys = (x[x >= 0] for x in (kv_index, cu_seqlens_q, cu_seqlens_k))
-    for name, bounds in zip(SEGMENTS[1:], (of_queries, of_keys), strict=True):
-        if bounds.numel() < 2 or bounds[0] != 0 or bool((bounds.diff() <= 0).any()):
-            raise InputError(f"{name} is {bounds.tolist()!r:.200}; expected 0, ..., rising")
-    if len(of_queries) != len(of_keys) or of_keys[-1] != len(kv_index):
+    rising = all(len(x) > 1 and x[0] == 0 and bool((x.diff() > 0).all()) for x in (of_queries, of_keys))
+    if not rising or len(of_queries) != len(of_keys) or of_keys[-1] != len(kv_index):
         raise InputError(
-            f"{SEGMENTS[1]} has {len(of_queries)} numbers, {SEGMENTS[2]} {len(of_keys)} up to {int(of_keys[-1])}, "
-            f"{SEGMENTS[0]} {len(kv_index)}; expected as many bounds, up to the last of {SEGMENTS[0]}"
+            f"{SEGMENTS[1]} is {of_queries.tolist()!r:.200}, {SEGMENTS[2]} {of_keys.tolist()!r:.200}; expected as many "
+            f"bounds, 0, ..., rising, of keys up to {len(kv_index)}, as {SEGMENTS[0]} has"
         )
     ways = torch.split(kv_index, of_keys.diff().tolist())
     lengths, parents, of_last = of_queries.diff().tolist(), list[int](), dict[int, int]()
