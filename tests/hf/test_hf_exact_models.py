@@ -12,7 +12,6 @@ from cells import Cell, check, params, table
 from hf_models import NUM_LABELS, SIZES, hybrid, tiny_encoder, tiny_model, with_lora
 from hf_training import GROUP_OF_ONE, TOLERANCE, Padded, packed, packed_for_flash, train
 from ringtile.hf.batch import CHECKPOINTING
-from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
 from ringtile.sequence.layout import CHUNKS_PER_RANK, PADDED_LIKE
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,8 +29,7 @@ FAMILIES = (
     *("olmoe", "granite-swa", "phi3-sliding", "cohere2", "mistral-sliding", "mimo-v2", "qwen2-moe-sliding"),
 )
 JOINED = "the documents of a packed row attend each other"
-CHUNKED = "attend within chunks of 4 tokens, which are counted over the packed row"
-SAYS = {"gpt-oss": (JOINED,), "llama4": () if CHUNKS_FOLLOW_POSITIONS else (CHUNKED,)}
+SAYS = {"gpt-oss": (JOINED,)}
 
 
 def family(name: str, groups: int = 1, long: bool = True, **options: Any) -> Cell:

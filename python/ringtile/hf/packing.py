@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
 from ringtile.hf.families import JOIN_DOCUMENTS
-from ringtile.hf.layers import layer_masks
-from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS, positions_alone_separate, positions_restart
+from ringtile.hf.masks import positions_alone_separate, positions_restart
 from ringtile.hf.model import text_modules
 
 logger = logging.getLogger("ringtile")
@@ -49,9 +48,6 @@ class Packing:
     def check(self, inputs: Mapping[str, Any]) -> None:
         """Says what becomes of the documents of a batch that will be sharded. RefusedError: it is not known."""
         self._check_left_padding(inputs.get("attention_mask"), inputs.get("labels"))
-        if not positions_restart(inputs):
-            return
-        self._say_chunks()
         if not self.separate and positions_alone_separate(inputs):
             self._say_joined()
 
@@ -75,16 +71,6 @@ class Packing:
             return False
         position_ids: Tensor = inputs["position_ids"]
         return position_ids.size(0) == 3 if position_ids.dim() == 3 else not self._makes_text_row
-
-    def _say_chunks(self) -> None:
-        layers = layer_masks(self._model.config.get_text_config(), self._causal)
-        chunk = next((layer.chunk for layer in layers if layer.chunk is not None), None)
-        if chunk is not None and not (CHUNKS_FOLLOW_POSITIONS and self.separate):
-            self._say(
-                f"layers of {type(self._model).__name__} attend within chunks of {chunk} tokens, which are counted "
-                f"over the packed row, with ringtile and without: a document that does not begin a chunk is cut "
-                f"elsewhere than in a row of its own"
-            )
 
     def _say_joined(self) -> None:
         """The documents of a row attend each other, as in one process, and that is seldom wanted."""
