@@ -2,8 +2,8 @@
 
 The wrappers take the arguments of the op schemas and document their shapes. Where a kernel is missing or wrong, torch
 operations (torch_ops.py) compute the same; attention then is aten's (attn/choose.py). Among the ops here only the
-linear ones have registered autograd formulas: `shard_seq` and `unshard_seq`, each the other, and `dropout`, itself. The
-rest are called inside autograd nodes, which are differentiated by hand.
+linear ones have registered autograd formulas: `shard_seq`, and `dropout`, itself. The rest are called inside autograd
+nodes, which are differentiated by hand.
 
 Shape letters: B batch, N local queries, K keys, H query heads, G kv heads, D head dim, Dv value head dim,
 T tokens of a tile, F MLP intermediate size, V vocabulary, S global tokens, W ranks, R runs.
@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from ringtile.errors import BuildError
 from ringtile.self_test import kernels
 from ringtile.self_test.child_process import Question
 from ringtile.torch_ops import Tensors
-
-if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
 
 MIN_TORCH = (2, 11)  # of setup.py's TORCH_TARGET_VERSION
 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
@@ -205,28 +202,27 @@ def _tensors(x: Any) -> Sequence[Tensor]:
 # ---- arguments ----------------------------------------------------------------------------------
 
 
-def _register_fake(name: str, host: int = -1) -> None:
-    """Register the fake of an op that only writes into its arguments: it returns nothing, and so needs no shapes.
+def _register_fake(name: str, result: Callable[..., Any] | None = None, host: int = -1) -> None:
+    """Register the fake of an op: the results of a call; None: it only writes into its arguments.
 
-    A call with one tensor on meta comes here too, and would do nothing to the others: InputError. host: the index of an
-    argument that is on the CPU wherever the others are, or with them on meta.
+    A call with one tensor on meta comes here too, and would make results that hold nothing, or do nothing to the
+    others: InputError. host: the index of an argument that is on the CPU wherever the others are, or with them on meta.
     """
 
-    def check(*given: Any) -> None:
+    def fake(*given: Any) -> Any:
         tensors = [x for i, each in enumerate(given) for x in _tensors(each) if i != host or x.device.type == "meta"]
         if any(x.device.type == "meta" for x in tensors):
             others = {f"tensor {i}": x for i, x in enumerate(tensors[1:], 2)}
             arguments.check_devices(f"the first tensor of {name}", tensors[0], **others)
+        return None if result is None else result(*given)
 
-    torch.library.register_fake(f"ringtile::{name}", check)
+    torch.library.register_fake(f"ringtile::{name}", fake)
 
 
 for _name, _host in (("attn_fwd_", 5), ("attn_bwd_", 5), *((f"rows_{each}_", 1) for each in ("pack", "unpack", "add"))):
-    _register_fake(_name, _host)
-_register_fake("glu_bwd_")
-_register_fake("attn_merge_")
-_register_fake("cross_entropy_fwd_bwd_")
-torch.library.register_fake("ringtile::layout_check", lambda *arguments: None)
+    _register_fake(_name, host=_host)
+for _name in ("glu_bwd_", "attn_merge_", "cross_entropy_fwd_bwd_", "layout_check"):
+    _register_fake(_name)
 
 # ---- attention: one block of keys ---------------------------------------------------------------
 
@@ -262,10 +258,7 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
     return _call("delta", "attn_delta", "dout", dout, out, dlse)  # type: ignore[no-any-return]
 
 
-@torch.library.register_fake("ringtile::attn_delta")  # type: ignore[untyped-decorator]
-def _(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
-    arguments.check_devices("dout", dout, out=out, dlse=dlse)
-    return dlse.new_empty(dlse.shape, dtype=state_dtype(out.dtype))
+_register_fake("attn_delta", lambda dout, out, dlse: dlse.new_empty(dlse.shape, dtype=state_dtype(out.dtype)))
 
 
 def attn_merge_(
@@ -314,22 +307,18 @@ def indexed_attn_backward(
     return _call("indexed attention", "indexed_attn_backward", "dout", dout, dlse, *given)  # type: ignore[no-any-return]
 
 
-@torch.library.register_fake("ringtile::indexed_attn")  # type: ignore[untyped-decorator]
-def _(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    arguments.check_devices("q", q, k=k, v=v, indices=indices)
+def _indexed_attn_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     (B, N, H, _), Dv = q.shape, v.size(3)
     return q.new_empty((B, N, H, Dv)), q.new_empty((B, H, N), dtype=torch.float64)
 
 
-@torch.library.register_fake("ringtile::indexed_attn_backward")  # type: ignore[untyped-decorator]
-def _(
-    dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    arguments.check_devices("dout", dout, dlse=dlse, out=out, lse=lse, q=q, k=k, v=v, indices=indices)
-    dk, dv = (torch_ops.heads_first(x) for x in (k, v))
-    return q.new_empty(q.shape), dk, dv
+def _indexed_attn_backward_fake(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = given[4:7]
+    return q.new_empty(q.shape), torch_ops.heads_first(k), torch_ops.heads_first(v)
 
 
+_register_fake("indexed_attn", _indexed_attn_fake)
+_register_fake("indexed_attn_backward", _indexed_attn_backward_fake)
 for _name in ("indexed_attn", "indexed_attn_backward"):
     torch.library.impl(f"ringtile::{_name}", "CUDA", getattr(torch_ops, _name))
 
@@ -361,58 +350,47 @@ def rows_add_(xs: Tensors, runs: Tensor, dim: int, ys: Tensors, table: Tensor | 
 
 
 @torch.library.custom_op("ringtile::shard_seq", mutates_args=())
-def _shard_seq(x: Tensor, runs: list[int], dim: int) -> Tensor:
-    y: Tensor = _shard_seq_fake(x, runs, dim)
-    rows_pack_([x], runs_tensor([runs]), dim, [y])
+def _shard_seq(x: Tensor, runs: list[int], dim: int, size: int, is_gradient: bool) -> Tensor:
+    """Return the tokens in the runs; or the adjoint: x's, where the runs say, and 0. size: of the result in dim."""
+    of_runs = runs_tensor([runs])
+    if is_gradient:
+        whole = x.new_zeros(_resized(x, dim, size))
+        rows_unpack_([whole], of_runs, dim, [x])
+        return whole
+    y = x.new_empty(_resized(x, dim, size))
+    rows_pack_([x], of_runs, dim, [y])
     return y
+
+
+def _resized(x: Tensor, dim: int, size: int) -> list[int]:
+    return [*x.shape[:dim], size, *x.shape[dim + 1 :]]
 
 
 @_shard_seq.register_fake
-def _shard_seq_fake(x: Tensor, runs: list[int], dim: int) -> Tensor:
-    return x.new_empty([*x.shape[:dim], sum(runs[3::4]), *x.shape[dim + 1 :]])
+def _(x: Tensor, runs: list[int], dim: int, size: int, is_gradient: bool) -> Tensor:
+    return x.new_empty(_resized(x, dim, size))
 
 
-@torch.library.custom_op("ringtile::unshard_seq", mutates_args=())
-def _unshard_seq(x: Tensor, runs: list[int], dim: int, global_len: int) -> Tensor:
-    """Scatter, the adjoint of shard_seq: positions in no run are 0."""
-    y = x.new_zeros([*x.shape[:dim], global_len, *x.shape[dim + 1 :]])
-    rows_unpack_([y], runs_tensor([runs]), dim, [x])
-    return y
+def _shard_seq_setup(ctx: Any, inputs: tuple[Tensor, list[int], int, int, bool], output: Tensor) -> None:
+    x, ctx.runs, ctx.dim, _, ctx.is_gradient = inputs
+    ctx.size = x.size(ctx.dim)
 
 
-@_unshard_seq.register_fake
-def _(x: Tensor, runs: list[int], dim: int, global_len: int) -> Tensor:
-    return x.new_empty([*x.shape[:dim], global_len, *x.shape[dim + 1 :]])
-
-
-def _shard_seq_setup(ctx: FunctionCtx, inputs: tuple[Tensor, list[int], int], output: Tensor) -> None:
-    x, ctx.runs, ctx.dim = inputs  # type: ignore[attr-defined]
-    ctx.global_len = x.size(inputs[2])  # type: ignore[attr-defined]
-
-
-def _shard_seq_backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None, None]:
-    derivatives.check_once("the backward of shard", dy)
-    return _unshard_seq(dy, ctx.runs, ctx.dim, ctx.global_len), None, None  # type: ignore[attr-defined]
-
-
-def _unshard_seq_setup(ctx: FunctionCtx, inputs: tuple[Tensor, list[int], int, int], output: Tensor) -> None:
-    _, ctx.runs, ctx.dim, _ = inputs  # type: ignore[attr-defined]
-
-
-def _unshard_seq_backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None, None, None]:
-    return _shard_seq(dy, ctx.runs, ctx.dim), None, None, None  # type: ignore[attr-defined]
+def _shard_seq_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    if not ctx.is_gradient:
+        derivatives.check_once("the backward of shard", dy)
+    return _shard_seq(dy, ctx.runs, ctx.dim, ctx.size, not ctx.is_gradient), None, None, None, None
 
 
 _shard_seq.register_autograd(_shard_seq_backward, setup_context=_shard_seq_setup)
-_unshard_seq.register_autograd(_unshard_seq_backward, setup_context=_unshard_seq_setup)
 
 
 def shard_seq(x: Tensor, runs: Sequence[Sequence[int]], dim: int) -> Tensor:
     """Return the tokens in one rank's runs, along dim of a global tensor of any dtype; differentiable."""
     dim = arguments.check_dim("x", x, dim)
     derivatives.check_once("shard", x)
-    result: Tensor = _shard_seq(x, [number for run in runs for number in run], dim)
-    return result
+    numbers = [number for run in runs for number in run]
+    return _shard_seq(x, numbers, dim, sum(numbers[3::4]), False)  # type: ignore[no-any-return]
 
 
 def layout_check(layout: Tensor, seq_len: int, world_size: int) -> None:
@@ -452,17 +430,8 @@ def _(runs: Tensor) -> Tensor:
     return runs.new_empty(torch.library.get_ctx().new_dynamic_size())
 
 
-@torch.library.register_fake("ringtile::digest")  # type: ignore[untyped-decorator]
-def _(begin: Tensor, end: Tensor, layout: Tensor) -> Tensor:
-    arguments.check_devices("begin", begin, end=end, layout=layout)  # one on meta comes here too
-    return layout.new_empty(1)
-
-
-@torch.library.register_fake("ringtile::mask_hulls")  # type: ignore[untyped-decorator]
-def _(begin: Tensor, end: Tensor, key_begin: Tensor, key_end: Tensor, last: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    arguments.check_devices("begin", begin, end=end, key_begin=key_begin, key_end=key_end)
-    return begin.new_empty(begin.shape, dtype=torch.int64), begin.new_empty(begin.shape), begin.new_empty(begin.shape)
-
+_register_fake("digest", lambda begin, end, layout: layout.new_empty(1))
+_register_fake("mask_hulls", lambda begin, *others: (begin.new_empty(begin.shape).long(), begin.clone(), begin.clone()))
 
 # ---- MLP and loss -------------------------------------------------------------------------------
 
@@ -477,10 +446,7 @@ def glu_bwd_(gate: Tensor, up: Tensor, dprod: Tensor, kind: int) -> None:
     _call("GLU", "glu_bwd_", "gate", gate, up, dprod, kind)
 
 
-@torch.library.register_fake("ringtile::glu_fwd")  # type: ignore[untyped-decorator]
-def _(gate: Tensor, up: Tensor, kind: int) -> Tensor:
-    arguments.check_devices("gate", gate, up=up)
-    return gate.new_empty(gate.shape)
+_register_fake("glu_fwd", lambda gate, up, kind: gate.new_empty(gate.shape))
 
 
 def cross_entropy_fwd_bwd_(
@@ -527,14 +493,11 @@ def _unit_last_stride(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-@torch.library.register_fake("ringtile::dropout")  # type: ignore[untyped-decorator]
-def _(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: int) -> Tensor:
-    arguments.check_devices("x", x, places=places)
-    return x.new_empty(x.shape)
+_register_fake("dropout", lambda x, *others: x.new_empty(x.shape))
 
 
-def _dropout_setup(ctx: FunctionCtx, inputs: tuple[Tensor, Tensor, float, int, int, int], output: Tensor) -> None:
-    _, places, *ctx.numbers = inputs  # type: ignore[attr-defined]
+def _dropout_setup(ctx: Any, inputs: tuple[Tensor, Tensor, float, int, int, int], output: Tensor) -> None:
+    _, places, *ctx.numbers = inputs
     ctx.save_for_backward(places)
 
 
