@@ -136,22 +136,21 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 # ---- self-test ---------------------------------------------------------------------------------
 
-KERNELS: dict[str, Callable[[torch.device, torch.dtype], str]] = {  # what is wrong with each, apart from attention
-    "GLU": lambda device, dtype: kernels.glu(_ops.glu_fwd, _ops.glu_bwd_, GLU_KINDS, device, dtype),
-    "loss": lambda device, dtype: kernels.cross_entropy(_ops.cross_entropy_fwd_bwd_, device, dtype),
-    "rows": lambda device, dtype: kernels.rows(_ops.rows_pack_, _ops.rows_unpack_, _ops.rows_add_, device, dtype),
-    "dropout": lambda device, dtype: kernels.dropout(_ops.dropout, device, dtype),
-    "delta": lambda device, dtype: kernels.delta(_ops.attn_delta, device, dtype),
-    "merge": lambda device, dtype: kernels.merge(_ops.attn_merge_, device, dtype),
-    "indexed attention": lambda device, dtype: kernels.indexed_attention(
-        _ops.indexed_attn, _ops.indexed_attn_backward, device, dtype
-    ),
+# All but attention. Each test says what is wrong, of (ops, device, dtype).
+KERNELS: dict[str, Callable[[Any, torch.device, torch.dtype], str]] = {
+    "GLU": kernels.glu,
+    "loss": kernels.cross_entropy,
+    "rows": kernels.rows,
+    "dropout": kernels.dropout,
+    "delta": kernels.delta,
+    "merge": kernels.merge,
+    "indexed attention": kernels.indexed_attention,
 }
 
 
 def why_not_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Return what is wrong with one of KERNELS; "" if nothing is. Found out once a process."""
-    question, test = Question.of(name, dtype), lambda: KERNELS[name](device, dtype)
+    question, test = Question.of(name, dtype), lambda: KERNELS[name](_ops, device, dtype)
     return self_test.why_not((name, device, dtype), lambda: self_test.of_kernel(device, question, test))
 
 

@@ -33,7 +33,7 @@ def main() -> None:
     device = torch.device(request["device"])
     questions = [Question(*json.loads(text)) for text in request["questions"]]
     missing = ops.why_no_kernels(device)
-    if missing and any(question.kernel in ("attention", *ops.KERNELS) for question in questions):
+    if missing and any(question.kernel in (RINGTILE.name, *ops.KERNELS) for question in questions):
         sys.exit(missing)
     torch.empty(1, device=device)  # starts the device
     if (here := environment(device)) != request["environment"]:
@@ -59,7 +59,7 @@ def likely_after(question: Question) -> list[Question]:
     dims = {*_HEAD_DIMS} | ({(question.head_dim, question.v_head_dim)} if question.head_dim else set())
     found = [Question("rows", "int64"), *(Question(name, dtype) for name in ops.KERNELS for dtype in _DTYPES)]
     for d, dtype, grouped in itertools.product(dims, _DTYPES, (False, True)):
-        found.append(Question("attention", dtype, *d, grouped))
+        found.append(Question(RINGTILE.name, dtype, *d, grouped))
     return [each for each in found if each != question]
 
 
@@ -67,6 +67,6 @@ def why_wrong(device: torch.device, question: Question) -> str:
     """What is wrong with a kernel; "" if nothing is."""
     kernel, dtype = question.kernel, getattr(torch, question.dtype)
     if kernel in ops.KERNELS:
-        return self_test.run(lambda: ops.KERNELS[kernel](device, dtype))
-    backends = {attn_self_test.kernel_of(each): each for each in (RINGTILE, *ATEN[device.type])}
+        return self_test.run(lambda: ops.KERNELS[kernel](torch.ops.ringtile, device, dtype))
+    backends = {each.name: each for each in (RINGTILE, *ATEN[device.type])}
     return self_test.run(lambda: attn_self_test.run_cases(backends[kernel], device, question))

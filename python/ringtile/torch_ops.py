@@ -227,7 +227,7 @@ def _of_runs(
 
 _Activation = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 # By kind: act(x), and dact * act'(x) of (dact, x). aten's own, since autograd has hooks, which belong to the caller.
-_ACTIVATIONS: dict[int, _Activation] = {
+ACTIVATIONS: dict[int, _Activation] = {
     0: (functional.silu, torch.ops.aten.silu_backward),
     1: (functional.gelu, torch.ops.aten.gelu_backward),
     2: (
@@ -239,8 +239,8 @@ _ACTIVATIONS: dict[int, _Activation] = {
 
 
 def _activation(op: str, kind: int) -> _Activation:
-    _require(kind in _ACTIVATIONS, f"{op}: {kind} is no GLU kind; expected one of {[*_ACTIVATIONS]}")
-    return _ACTIVATIONS[kind]
+    _require(kind in ACTIVATIONS, f"{op}: {kind} is no GLU kind; expected one of {[*ACTIVATIONS]}")
+    return ACTIVATIONS[kind]
 
 
 @torch.no_grad()

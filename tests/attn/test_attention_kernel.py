@@ -36,6 +36,7 @@ from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block, Final, Gradients, Ringtile
 from ringtile.attn.call import AttentionCall
 from ringtile.cli import doctor
+from ringtile.self_test.child_process import Question
 from ringtile.sequence.layout import CHUNKS_PER_RANK
 from ringtile.sequence.pieces import Piece, find_pieces, packs, squares
 from ringtile.sequence.plan import Shape, rank_plan
@@ -292,7 +293,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {  # and what is said of them
 def test_a_wrong_kernel_is_found(fresh: None, name: str, dtype: torch.dtype) -> None:
     functions, reason = WRONG[name]
     stand_in = dataclasses.replace(RIGHT, name=name, **functions)
-    assert checks.run(lambda: attn_self_test.run_case(stand_in, CPU, dtype, 16, 16, 2, 2)).startswith(reason)
+    question = Question.of(name, dtype, 16, 16)
+    assert checks.run(lambda: attn_self_test.run_case(stand_in, CPU, question)).startswith(reason)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -309,10 +311,11 @@ def test_a_kernel_that_forgets_the_second_side_is_found(
                 self, block._replace(round=Round(block.round.queries, block.round.k_runs)), *others
             ),
         )
-    case = Ringtile(), CPU, dtype, 16, 16, 2, 2
-    found = checks.run(lambda: attn_self_test.run_case(*case, two_sides=True))
+    question = Question.of(Ringtile.name, dtype, 16, 16)
+    two_sides = question._replace(two_sides=True)
+    found = checks.run(lambda: attn_self_test.run_case(Ringtile(), CPU, two_sides))
     assert found.startswith(f"gives another {'out' if 'forward' in passes else 'dv'} than") if passes else found == ""
-    assert checks.run(lambda: attn_self_test.run_case(*case)) == ""
+    assert checks.run(lambda: attn_self_test.run_case(Ringtile(), CPU, question)) == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -143,7 +143,7 @@ def _one_query(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def test_known_defects_are_found(wrong: dict[str, Any]) -> None:
     stand_in = dataclasses.replace(FLASH, name="cuDNN on sm_90", **wrong)
     for grouped in (False, True):
-        case = CPU, Question("attention", "bfloat16", 64, 64, grouped)
+        case = CPU, Question(FLASH.name, "bfloat16", 64, 64, grouped)
         assert attn_self_test.run_cases(FLASH, *case) == ""
         assert attn_self_test.run_cases(stand_in, *case).startswith("gives another ")
         # It is used, and judged, at lengths that it is right for.

@@ -5,6 +5,7 @@ Shape letters: B batch, S global tokens, H heads, G kv heads, D head dim, Dv val
 
 from __future__ import annotations
 
+import types
 import weakref
 from typing import NamedTuple
 
@@ -223,13 +224,14 @@ def test_kernel_and_torch_operations_agree(dtype: torch.dtype) -> None:
     """The self-test, of both, finds nothing; and finds a kernel that leaves a key out."""
     cpu = torch.device("cpu")
     assert ops.why_not_kernel("indexed attention", cpu, dtype) == ""
-    backward, test = torch.ops.ringtile.indexed_attn_backward, ops.kernels.indexed_attention
+    backward, test = torch.ops.ringtile.indexed_attn_backward, ops.KERNELS["indexed attention"]
 
     def forgets(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         return torch_ops.indexed_attn(q, k, v, indices[..., 1:], scale)
 
-    assert test(torch_ops.indexed_attn, torch_ops.indexed_attn_backward, cpu, dtype) == ""
-    assert "another out" in test(forgets, backward, cpu, dtype)
+    assert test(torch_ops, cpu, dtype) == ""
+    wrong = types.SimpleNamespace(indexed_attn=forgets, indexed_attn_backward=backward)
+    assert "another out" in test(wrong, cpu, dtype)
 
 
 def test_what_it_refuses() -> None:

@@ -15,6 +15,7 @@ from ringtile.attn.aten import ATEN
 from ringtile.attn.choose import RINGTILE
 from ringtile.cli import doctor
 from ringtile.recurrent import choose
+from ringtile.self_test.child_process import Question
 from torch import Tensor
 
 REAL = torch.ops.ringtile
@@ -137,7 +138,7 @@ def test_torch_operations_replace_a_wrong_kernel(
 
 def test_a_kernel_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setitem(ops.KERNELS, "GLU", lambda device, dtype: calls.append(dtype) or "")
+    monkeypatch.setitem(ops.KERNELS, "GLU", lambda ops, device, dtype: calls.append(dtype) or "")
     x = torch.ones(2, 3)
     for _ in range(3):
         ops.glu_fwd(x, x, 0)
@@ -164,7 +165,8 @@ def test_a_check_saves_nothing_for_a_backward() -> None:
         for name in ARGUMENTS:
             assert ops.why_not_kernel(name, torch.device("cpu"), torch.float32) == ""
         for backend in (RINGTILE, *ATEN["cpu"]):
-            assert attn_self_test.failure(backend, torch.device("cpu"), torch.float32, 8, 8, True) == ""
+            question = Question.of(backend.name, torch.float32, 8, 8, True)
+            assert attn_self_test.failure(backend, torch.device("cpu"), question) == ""
 
 
 def test_no_check_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

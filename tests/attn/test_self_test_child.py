@@ -113,7 +113,7 @@ def test_training_goes_on_with_the_next_backend(
     right = run_ring(p, MASKS["documents"], layout, "auto")
     kept().unlink()
     before = len(children.started)
-    children.answer(fault, of='"attention"')
+    children.answer(fault, of='"ringtile\'s attention"')
     for _ in range(2):
         self_test.forget()
         caplog.clear()
@@ -391,7 +391,7 @@ def test_the_program_tests_ringtiles_kernels_and_then_likely_ones(
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(child_process, "PROGRAM", FAULTY)
-    asked = Question("attention", "float32", 16, 24, True, True)
+    asked = Question(RINGTILE.name, "float32", 16, 24, True, True)
     assert child_process.why_not(CPU, asked).startswith("gives another out than its definition: off by ")
     found = json.loads(kept().read_text())["found"]
     crashed = [
@@ -414,7 +414,7 @@ def test_the_program_as_it_is(children: Children, monkeypatch: pytest.MonkeyPatc
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert [ops.why_not_kernel(name, CPU, dtype) for name in ops.KERNELS] == [""] * len(ops.KERNELS)
         for grouped in (False, True):
-            assert attn_self_test.failure(RINGTILE, CPU, dtype, 64, 64, grouped) == ""
+            assert attn_self_test.failure(RINGTILE, CPU, Question.of(RINGTILE.name, dtype, 64, 64, grouped)) == ""
     hanging = FAULTY.replace("ctypes.string_at(0)", "time.sleep(100)")
     monkeypatch.setattr(child_process, "PROGRAM", hanging)
     monkeypatch.setattr(child_process, "LIMIT_SECONDS", 2.0)
@@ -427,12 +427,12 @@ def test_the_program_as_it_is(children: Children, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ops.KERNELS)
 def test_kernels_are_right_in_a_gpus_cases(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(kernels.REPEATS, "cpu", kernels.REPEATS["cuda"])
-    assert self_test.run(lambda: ops.KERNELS[name](CPU, torch.float32)) == ""
+    assert self_test.run(lambda: ops.KERNELS[name](torch.ops.ringtile, CPU, torch.float32)) == ""
 
 
 @pytest.mark.long  # seconds each
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("drops", "two_sides"), [(False, False), (True, False), (False, True), (True, True)])
 def test_attention_is_right_in_a_gpus_case(dtype: torch.dtype, drops: bool, two_sides: bool) -> None:
-    case = CPU, dtype, 64, 64, 2, 1, drops, two_sides, attn_self_test.LARGE
-    assert self_test.run(lambda: attn_self_test.run_case(RINGTILE, *case)) == ""
+    question = Question.of(RINGTILE.name, dtype, 64, 64, True, drops, two_sides)
+    assert self_test.run(lambda: attn_self_test.run_case(RINGTILE, CPU, question, attn_self_test.LARGE)) == ""

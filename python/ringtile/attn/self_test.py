@@ -20,6 +20,7 @@ Shape letters: N queries and keys, H query heads, G kv heads, D head dim, Dv val
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -54,50 +55,29 @@ _LOW = 100.0
 
 def why_wrong(backend: Backend, q: Tensor, k: Tensor, v: Tensor, drops: bool = False, two_sides: bool = False) -> str:
     """Return why a backend is not used for such q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv); "" if it is."""
-    return failure(backend, q.device, q.dtype, q.shape[3], v.shape[3], q.shape[2] != k.shape[2], drops, two_sides)
+    return failure(backend, q.device, _question(backend, q, k, v, drops, two_sides))
 
 
 def mark_wrong(backend: Backend, q: Tensor, k: Tensor, v: Tensor, reason: str) -> None:
     """Say why a backend is not used for such q, k and v from now on, with dropout and two sides or without."""
     for options in itertools.product((False, True), repeat=2):
-        of_q = q.device, q.dtype, q.shape[3], v.shape[3], q.shape[2] != k.shape[2]
-        self_test.failures[_key(backend, *of_q, *options)] = reason
+        self_test.failures[_key(backend, q.device, _question(backend, q, k, v, *options))] = reason
 
 
-def _key(
-    backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, *others: bool
-) -> tuple[object, ...]:
+def _question(backend: Backend, q: Tensor, k: Tensor, v: Tensor, *options: bool) -> Question:
+    return Question.of(backend.name, q.dtype, q.shape[3], v.shape[3], q.shape[2] != k.shape[2], *options)
+
+
+def _key(backend: Backend, device: torch.device, question: Question) -> tuple[object, ...]:
     step = backend.head_dim_step
-    return backend.name, device, dtype, -(-head_dim // step), -(-v_head_dim // step), *others
+    head_dim, v_head_dim = (-(-dim // step) for dim in (question.head_dim, question.v_head_dim))
+    return device, question._replace(head_dim=head_dim, v_head_dim=v_head_dim)
 
 
-def failure(
-    backend: Backend,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    v_head_dim: int,
-    grouped: bool,
-    drops: bool = False,
-    two_sides: bool = False,
-) -> str:
-    """Return the same. Tested once for each of these, head dims up to a multiple of the backend's step.
-
-    grouped: several query heads share a kv head. drops: with dropout. two_sides: of the mask.
-    """
-    key = _key(backend, device, dtype, head_dim, v_head_dim, grouped, drops, two_sides)
-    if self_test.failures.get(key) == "":  # every call asks
-        return ""
-
-    question = Question.of(kernel_of(backend), dtype, head_dim, v_head_dim, grouped, drops, two_sides)
-    return self_test.why_not(
-        key, lambda: self_test.of_kernel(device, question, lambda: run_cases(backend, device, question))
-    )
-
-
-def kernel_of(backend: Backend) -> str:
-    """Return what a backend's attention is called in a question."""
-    return "attention" if isinstance(backend, Ringtile) else backend.name
+def failure(backend: Backend, device: torch.device, question: Question) -> str:
+    """Return the same. Tested once for each question, head dims up to a multiple of the backend's step."""
+    tests = functools.partial(run_cases, backend, device, question)
+    return self_test.why_not(_key(backend, device, question), lambda: self_test.of_kernel(device, question, tests))
 
 
 def run_cases(backend: Backend, device: torch.device, question: Question) -> str:
@@ -106,42 +86,25 @@ def run_cases(backend: Backend, device: torch.device, question: Question) -> str
     sizes: tuple[Sizes, ...] = (LARGE if device.type == "cuda" and isinstance(backend, Ringtile) else SMALL, ODD)
     if step > 1:
         sizes = (Sizes(4 * step, 4 * step, 2 * step, is_low=True),)
-    dims, heads = (question.head_dim, question.v_head_dim), num_heads_of(question.grouped)
-    case = device, getattr(torch, question.dtype), *dims, *heads, question.drops, question.two_sides
-    return next(filter(None, (run_case(backend, *case, each) for each in sizes)), "")
+    return next(filter(None, (run_case(backend, device, question, each) for each in sizes)), "")
 
 
-def num_heads_of(grouped: bool) -> tuple[int, int]:
-    """Return how many heads of queries and of keys the case has."""
-    return (4, 2) if grouped else (2, 2)
-
-
-def run_case(
-    backend: Backend,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    v_head_dim: int,
-    num_heads: int,
-    num_kv_heads: int,
-    drops: bool = False,
-    two_sides: bool = False,
-    sizes: Sizes = SMALL,
-) -> str:
+def run_case(backend: Backend, device: torch.device, question: Question, sizes: Sizes = SMALL) -> str:
     """Return what is wrong with a backend; "" if nothing is."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(heads: int, dim: int) -> Tensor:
         x = torch.randn(1, sizes.num_tokens, heads, dim, generator=generator, dtype=torch.float32, device="cpu")
-        return x.to(device, dtype)
+        return x.to(device, getattr(torch, question.dtype))
 
-    q, dout = normal(num_heads, head_dim), normal(num_heads, v_head_dim)
-    k, v = normal(num_kv_heads, head_dim), normal(num_kv_heads, v_head_dim)
+    head_dim, num_heads = question.head_dim, 4 if question.grouped else 2
+    q, dout = normal(num_heads, head_dim), normal(num_heads, question.v_head_dim)
+    k, v = normal(2, head_dim), normal(2, question.v_head_dim)
     if sizes.is_low:  # a constant in all keys shifts the scores of such a query alike
         shift = (_LOW / head_dim**0.5) ** 0.5
         q[:, ::3] += shift
         k -= shift
-    for what, got, expected, bound in _compared(backend, q, k, v, dout, drops, two_sides, sizes):
+    for what, got, expected, bound in _compared(backend, q, k, v, dout, question, sizes):
         difference = (got.double() - expected).abs()
         if not bool((difference <= bound).all()):  # nor a nan
             worst = (difference / bound).nan_to_num(torch.inf).argmax()
@@ -151,7 +114,7 @@ def run_case(
 
 
 def _compared(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, drops: bool, two_sides: bool, sizes: Sizes
+    backend: Backend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, question: Question, sizes: Sizes
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Name, what the backend computes, what it should, and by how much it may be off."""
     state, scale = ops.state_dtype(q.dtype), q.size(3) ** -0.5
@@ -172,7 +135,7 @@ def _compared(
     num_tokens, window, cut, _ = sizes
     at = torch.arange(num_tokens, device=q.device)
     attend = (at <= at[:, None]) & (at > at[:, None] - window)
-    if two_sides:
+    if question.two_sides:
         seen_until = _ends_of_branches(at)
         attend &= at[:, None] < seen_until
     scores = (scale * q64 @ k64.mT).masked_fill(~attend, -torch.inf)
@@ -182,8 +145,8 @@ def _compared(
     lse_bound = float(2 * e * (q.size(3) * largest + num_tokens)) + u
     rounded = 2 * lse_bound + u
     of_weights = rounded * weights + least * attend
-    dropped = _dropped(q) if drops else None
-    z = _factors(num_tokens, q.size(2), q.device) if drops else 1.0
+    dropped = _dropped(q) if question.drops else None
+    z = _factors(num_tokens, q.size(2), q.device) if question.drops else 1.0
     out64, out_bound = (z * weights) @ v64, (z * (of_weights + 2 * (u + e) * weights)) @ v64.abs() + least
 
     begin = (at - (window - 1)).clamp(min=0).to(torch.int32)[None]
@@ -194,7 +157,7 @@ def _compared(
     blocks, queries = [], Queries(q.device, begin.cpu(), end.cpu(), at.cpu())
     for part in parts:
         k_runs = ops.runs_tensor([(part.start, 1, 0, part.stop - part.start)])
-        bounds = [x.to(torch.int32)[None, part].cpu() for x in ((0 * at, seen_until) if two_sides else ())]
+        bounds = [x.to(torch.int32)[None, part].cpu() for x in ((0 * at, seen_until) if question.two_sides else ())]
         blocks.append(Block(q, k[:, part], v[:, part], Round(queries, k_runs, tuple(bounds)), scale, 0.0, dropped))
     rounded_out = torch.empty_like(out, dtype=q.dtype)
     first, second = blocks

@@ -139,14 +139,13 @@ def self_tests() -> dict[str, str]:
             backends = {RINGTILE: own, **backends}
         questions = [Question.of(name, dtype) for name in [*ops.KERNELS] * (not missing) for dtype in ops.FLOAT_DTYPES]
         for backend, dtypes in backends.items():
-            name = attn_self_test.kernel_of(backend)
-            questions += [Question.of(name, dtype, dim, dim, True) for dim in HEAD_DIMS for dtype in dtypes]
+            questions += [Question.of(backend.name, dtype, dim, dim, True) for dim in HEAD_DIMS for dtype in dtypes]
         self_test.prepare(device, *questions)
         for backend, dtypes in backends.items():
-            for head_dim in HEAD_DIMS:
-                dims = (head_dim, head_dim)
-                found[f"{device}: {backend.name}, head dim {head_dim}"] = results(
-                    {dtype: (attn_self_test.failure, (backend, device, dtype, *dims, True)) for dtype in dtypes}
+            for dim in HEAD_DIMS:
+                of_dtypes = {dtype: Question.of(backend.name, dtype, dim, dim, True) for dtype in dtypes}
+                found[f"{device}: {backend.name}, head dim {dim}"] = results(
+                    {dtype: (attn_self_test.failure, (backend, device, each)) for dtype, each in of_dtypes.items()}
                 )
         for name in () if missing else ops.KERNELS:
             found[f"{device}: ringtile's {name}"] = results(

@@ -56,9 +56,9 @@ _known: dict[pathlib.Path, dict[str, str]] = {}  # verdicts by file and question
 
 
 class Question(NamedTuple):
-    """A kernel: one of ops.KERNELS, or attention with its head dims, ringtile's or that of a backend in aten.py."""
+    """A kernel: one of ops.KERNELS, or a backend of attention with its head dims."""
 
-    kernel: str  # "attention" is ringtile's
+    kernel: str  # or the backend's name
     dtype: str  # without "torch."
     head_dim: int = 0
     v_head_dim: int = 0

@@ -1,15 +1,16 @@
 """What is wrong with a kernel of the GLU, the loss or the rows on a device: a small case against its definition,
 which is the torch operations that would run instead (torch_ops.py), in float64.
 
-Every test returns "" if nothing is. Bounds: u is half an eps of the tensors' dtype, for the one rounding of a result;
-e an eps of the dtype that the kernel computes in, of which elementary functions take a few and a sum of n terms n.
+Every test takes ringtile's ops, and returns "" if nothing is wrong. Bounds: u is half an eps of the tensors' dtype, for
+the one rounding of a result; e an eps of the dtype that the kernel computes in, of which elementary functions take a
+few and a sum of n terms n.
 
 Shape letters: T tokens, F MLP intermediate size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,36 +41,26 @@ def _differs(what: str, got: Tensor, expected: Tensor, bound: Tensor) -> str:
     return f"gives another {what} than its definition, by {float((off - bound).max()):.1e} more than rounding explains"
 
 
-def glu(
-    fwd: Callable[[Tensor, Tensor, int], Tensor],
-    bwd_: Callable[[Tensor, Tensor, Tensor, int], None],
-    kinds: dict[str, int],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> str:
+def glu(ops: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Of every kind, for (T, F) matrices with a row stride."""
     gate, up, dprod = (_normal((3 * REPEATS[device.type], 150), device, dtype, seed)[:, :139] for seed in range(3))
     u, e, least = _roundings(dtype)
-    for name, kind in kinds.items():
+    for kind in torch_ops.ACTIVATIONS:
         g, up64, d64 = (x.double() for x in (gate, up, dprod))
         size, dgate, dup, product = 1 + g.abs(), gate.clone(), up.clone(), dprod.clone()
-        bwd_(dgate, dup, product, kind)
-        got = [fwd(gate, up, kind), dgate, dup, product]
+        ops.glu_bwd_(dgate, dup, product, kind)
+        got = [ops.glu_fwd(gate, up, kind), dgate, dup, product]
         expected = [torch_ops.glu_fwd(g, up64, kind), g.clone(), up64.clone(), d64.clone()]
         torch_ops.glu_bwd_(expected[1], expected[2], expected[3], kind)
         terms = [size * up64.abs(), size * (d64 * up64).abs(), size * d64.abs(), size * up64.abs()]
-        names = (f"product ({name})", f"gradient of the gate ({name})", f"gradient of up ({name})", f"product ({name})")
-        for what, x, y, magnitude in zip(names, got, expected, terms, strict=True):
-            if reason := _differs(what, x, y, u * y.abs() + FEW * e * magnitude + least):
+        names = "product", "gradient of the gate", "gradient of up", "product"
+        for name, x, y, magnitude in zip(names, got, expected, terms, strict=True):
+            if reason := _differs(f"{name} (kind {kind})", x, y, u * y.abs() + FEW * e * magnitude + least):
                 return reason
     return ""
 
 
-def cross_entropy(
-    fwd_bwd_: Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float, float, bool], None],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> str:
+def cross_entropy(ops: Any, device: torch.device, dtype: torch.dtype) -> str:
     """With and without label smoothing, softcap and z-loss; one token is ignored."""
     labels = torch.tensor([0, 300, -100, 17, 150], device="cpu").repeat(REPEATS[device.type]).to(device)
     logits = _normal((len(labels), 320), device, dtype, 0)[:, :301] * 3
@@ -81,7 +72,7 @@ def cross_entropy(
         numbers = (-100, smoothing, softcap, z_loss, True)
         loss = torch.empty(len(labels), device=device, dtype=torch.promote_types(dtype, torch.float32))
         expected, lse64 = (torch.empty_like(loss, dtype=torch.float64) for _ in "12")
-        fwd_bwd_(got, labels, loss, torch.empty_like(loss), *numbers)
+        ops.cross_entropy_fwd_bwd_(got, labels, loss, torch.empty_like(loss), *numbers)
         torch_ops.cross_entropy_fwd_bwd_(gradient, labels, expected, lse64, *numbers)
         bound = 4 * e * (vocab_size + 8 * largest)  # of lse, and relative for a weight
         # A weight less the target, times a slope in 0..1: terms of at most the gradient and twice the target.
@@ -94,22 +85,17 @@ def cross_entropy(
     return ""
 
 
-def dropout(
-    kernel: Callable[[Tensor, Tensor, float, int, int, int], Tensor], device: torch.device, dtype: torch.dtype
-) -> str:
+def dropout(ops: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Of tokens with a row stride, at places of 32 bits; every feature must stay or go as Philox4x32-10 says."""
     places = torch.tensor([[0, 0], [2**32 - 1, 5], [7, 2**31 + 3]], device="cpu").repeat(REPEATS[device.type], 1)
     x = _normal((len(places), 150), device, dtype, 0)[:, :139]
     numbers = (places.to(device), 0.25, 2**32 - 3, 12, 0xC0FFEE11)
     u, e, least = _roundings(dtype)
-    expected, got = torch_ops.dropout(x.double(), *numbers), kernel(x, *numbers)
+    expected, got = torch_ops.dropout(x.double(), *numbers), ops.dropout(x, *numbers)
     return _differs("result", got, expected, (u + 4 * e) * expected.abs() + least)
 
 
-Rows = Callable[[list[Tensor], Tensor, int, list[Tensor]], None]
-
-
-def rows(pack_: Rows, unpack_: Rows, add_: Rows, device: torch.device, dtype: torch.dtype) -> str:
+def rows(ops: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Bit by bit, of strided rows and of strided tensors, two of which have other rows."""
     n = REPEATS[device.type]
     runs, positions = [[8 * n, 1, 0, 3 * n], [1, 2, 3 * n, 4 * n]], [*range(8 * n, 11 * n), *range(1, 8 * n, 2)]
@@ -122,8 +108,8 @@ def rows(pack_: Rows, unpack_: Rows, add_: Rows, device: torch.device, dtype: to
         wholes.append(all_bits[-1].to(device).view(dtype).transpose(0, 1))
         locals.append(torch.empty(2, len(positions), width, dtype=dtype, device=device))
         backs.append(torch.zeros(13 * n, 2, width, dtype=dtype, device=device).transpose(0, 1))
-    pack_(wholes, of_runs, 1, locals)
-    unpack_(backs, of_runs, 1, locals)
+    ops.rows_pack_(wholes, of_runs, 1, locals)
+    ops.rows_unpack_(backs, of_runs, 1, locals)
     for bits, local, back in zip(all_bits, locals, backs, strict=True):
         kept = torch.zeros_like(bits)
         kept[positions] = bits[positions]
@@ -136,22 +122,22 @@ def rows(pack_: Rows, unpack_: Rows, add_: Rows, device: torch.device, dtype: to
     sums, terms = ([_normal(x.shape, device, dtype, seed) for x in each] for seed, each in enumerate((backs, locals)))
     at = torch.tensor(positions, device="cpu")
     exact = [x.cpu().index_add(1, at, y.cpu()) for x, y in zip(sums, terms, strict=True)]
-    add_(sums, of_runs, 1, terms)
+    ops.rows_add_(sums, of_runs, 1, terms)
     same = all(torch.equal(x.cpu(), y) for x, y in zip(sums, exact, strict=True))
     return "" if same else "gives another sum than its definition"
 
 
-def delta(kernel: Callable[[Tensor, Tensor, Tensor], Tensor], device: torch.device, dtype: torch.dtype) -> str:
+def delta(ops: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Of one gradient for two heads. A product is rounded once, and so is each sum."""
     num_tokens = 9 * REPEATS[device.type]
     dout, out = (_normal((2, num_tokens, heads, 70), device, dtype, heads) for heads in (1, 2))
     dout, dlse = dout.expand_as(out), _normal((2, 2, num_tokens), device, torch.float64, 0)
     x, y, minus = dout.double(), out.double(), dlse
     expected, terms = torch_ops.attn_delta(x, y, minus), torch_ops.attn_delta(x.abs(), y.abs(), -minus.abs())
-    return _differs("delta", kernel(dout, out, dlse), expected, _roundings(dtype)[1] * 72 * terms)
+    return _differs("delta", ops.attn_delta(dout, out, dlse), expected, _roundings(dtype)[1] * 72 * terms)
 
 
-def merge(kernel: Callable[..., None], device: torch.device, dtype: torch.dtype) -> str:
+def merge(ops: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Of some rows, rounded or not, into others' sums or none; one has no weight, and one no key before.
 
     A sum is 3 roundings of numbers as large as both; a log-sum-exp 4 in float64, of numbers below 100.
@@ -166,7 +152,7 @@ def merge(kernel: Callable[..., None], device: torch.device, dtype: torch.dtype)
         got, got_lse, exact, exact_lse = out.clone(), lse.clone(), out.double(), lse.clone()
         rounded = torch.zeros_like(out, dtype=dtype) if is_rounded else None
         exact_rounded = torch.zeros_like(exact) if is_rounded else None
-        kernel(part, part_lse, got, got_lse, fresh, 1, rows, rounded)
+        ops.attn_merge_(part, part_lse, got, got_lse, fresh, 1, rows, rounded)
         torch_ops.attn_merge_(part.double(), part_lse.double(), exact, exact_lse, fresh, 1, rows, exact_rounded)
         x, y = (got, exact) if rounded is None or exact_rounded is None else (rounded, exact_rounded)
         bound = (u if is_rounded else 0) * y.abs() + 3 * e * (out.abs().amax() + part.abs().amax()).double() + least
@@ -178,12 +164,7 @@ def merge(kernel: Callable[..., None], device: torch.device, dtype: torch.dtype)
     return ""
 
 
-def indexed_attention(
-    fwd: Callable[..., tuple[Tensor, Tensor]],
-    bwd: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> str:
+def indexed_attention(ops: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Of two batches and two query heads to a kv head; some indices are no key."""
     B, N, H, G, K, D, Dv, scale = 2, 5, 4, 2, 9, 20, 12, 0.3
     shapes = ((B, N, H, D), (B, K, G, D), (B, K, G, Dv), (B, N, H, Dv))
@@ -191,8 +172,8 @@ def indexed_attention(
     dlse = _normal((B, H, N), device, torch.float64, 4)
     indices = (torch.arange(B * N * 6, device=device, dtype=torch.int32) * 7 % (K + 3) - 1).view(B, N, 6)
     wide = q.double(), k.double(), v.double(), indices, scale
-    (out, lse), (out64, lse64) = fwd(q, k, v, indices, scale), torch_ops.indexed_attn(*wide)
-    got = out, lse, *bwd(dout, dlse, out, lse, q, k, v, indices, scale)
+    (out, lse), (out64, lse64) = ops.indexed_attn(q, k, v, indices, scale), torch_ops.indexed_attn(*wide)
+    got = out, lse, *ops.indexed_attn_backward(dout, dlse, out, lse, q, k, v, indices, scale)
     wanted = out64, lse64, *torch_ops.indexed_attn_backward(dout.double(), dlse, out64, lse64, *wide)
     # Of a weight, relative: the error of its score, a sum of D terms, and of the sum of all. P adds up to 1; dS is
     # at most P times twice the largest dP, or dlse.
