@@ -36,7 +36,6 @@ from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block, Final, Gradients, Ringtile
 from ringtile.attn.call import AttentionCall
 from ringtile.cli import doctor
-from ringtile.self_test.child_process import Question
 from ringtile.sequence.layout import CHUNKS_PER_RANK
 from ringtile.sequence.pieces import Piece, find_pieces, packs, squares
 from ringtile.sequence.plan import Shape, rank_plan
@@ -293,7 +292,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {  # and what is said of them
 def test_a_wrong_kernel_is_found(fresh: None, name: str, dtype: torch.dtype) -> None:
     functions, reason = WRONG[name]
     stand_in = dataclasses.replace(RIGHT, name=name, **functions)
-    question = Question.of(name, dtype, 16, 16)
+    question = attn_self_test.Question.of(name, dtype, 16, 16)
     assert checks.run(lambda: attn_self_test.run_case(stand_in, CPU, question)).startswith(reason)
 
 
@@ -311,9 +310,8 @@ def test_a_kernel_that_forgets_the_second_side_is_found(
                 self, block._replace(round=Round(block.round.queries, block.round.k_runs)), *others
             ),
         )
-    question = Question.of(Ringtile.name, dtype, 16, 16)
-    two_sides = question._replace(two_sides=True)
-    found = checks.run(lambda: attn_self_test.run_case(Ringtile(), CPU, two_sides))
+    question = attn_self_test.Question.of(Ringtile.name, dtype, 16, 16)
+    found = checks.run(lambda: attn_self_test.run_case(Ringtile(), CPU, question._replace(two_sides=True)))
     assert found.startswith(f"gives another {'out' if 'forward' in passes else 'dv'} than") if passes else found == ""
     assert checks.run(lambda: attn_self_test.run_case(Ringtile(), CPU, question)) == ""
 

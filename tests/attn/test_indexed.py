@@ -222,15 +222,14 @@ def test_no_tensor_is_as_large_as_the_scores() -> None:
 @pytest.mark.parametrize("dtype", ops.FLOAT_DTYPES)
 def test_kernel_and_torch_operations_agree(dtype: torch.dtype) -> None:
     """The self-test, of both, finds nothing; and finds a kernel that leaves a key out."""
-    cpu = torch.device("cpu")
+    cpu, test = torch.device("cpu"), ops.KERNELS["indexed attention"]
     assert ops.why_not_kernel("indexed attention", cpu, dtype) == ""
-    backward, test = torch.ops.ringtile.indexed_attn_backward, ops.KERNELS["indexed attention"]
 
     def forgets(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         return torch_ops.indexed_attn(q, k, v, indices[..., 1:], scale)
 
     assert test(torch_ops, cpu, dtype) == ""
-    wrong = types.SimpleNamespace(indexed_attn=forgets, indexed_attn_backward=backward)
+    wrong = types.SimpleNamespace(indexed_attn=forgets, indexed_attn_backward=torch_ops.indexed_attn_backward)
     assert "another out" in test(wrong, cpu, dtype)
 
 

@@ -15,7 +15,6 @@ from ringtile.attn.aten import ATEN
 from ringtile.attn.choose import RINGTILE
 from ringtile.cli import doctor
 from ringtile.recurrent import choose
-from ringtile.self_test.child_process import Question
 from torch import Tensor
 
 REAL = torch.ops.ringtile
@@ -165,7 +164,7 @@ def test_a_check_saves_nothing_for_a_backward() -> None:
         for name in ARGUMENTS:
             assert ops.why_not_kernel(name, torch.device("cpu"), torch.float32) == ""
         for backend in (RINGTILE, *ATEN["cpu"]):
-            question = Question.of(backend.name, torch.float32, 8, 8, True)
+            question = attn_self_test.Question.of(backend.name, torch.float32, 8, 8, True)
             assert attn_self_test.failure(backend, torch.device("cpu"), question) == ""
 
 
