@@ -9,6 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from device import DEVICE
+from ringtile import ops
+
+LINES_OF_A_FAILURE = 6
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -22,13 +25,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen.add(item.function)
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Tells of a failure at once, as a run that is killed has no summary; of a worker that ended too."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        said = [line for line in report.longreprtext.splitlines() if line.strip()]
+        print(f"\nFAILED {report.nodeid} ({report.when})", *said[-LINES_OF_A_FAILURE:], sep="\n", flush=True)
+
+
 @pytest.fixture(autouse=True)
 def device_lives(request: pytest.FixtureRequest) -> Iterator[None]:
     """After an illegal memory access every later call fails too, so pytest-xdist has to start a new process."""
+    if DEVICE.type == "cuda":
+        ops.why_not_on(0)  # loads the kernels, as ops that a test calls directly do not
     yield
     if DEVICE.type == "cuda" and "PYTEST_XDIST_WORKER" in os.environ:
         try:
             torch.cuda.synchronize()
         except RuntimeError as error:
-            print(f"{request.node.nodeid} lost the device: {error}", file=sys.__stderr__, flush=True)
+            capture = request.config.pluginmanager.getplugin("capturemanager")
+            with capture.global_and_fixture_disabled():
+                print(f"\n{request.node.nodeid} lost the device: {error}", file=sys.stderr, flush=True)
             os._exit(1)
