@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import random
@@ -153,7 +154,17 @@ def make_rollouts(
     )
     if given and kind != "GRPO":
         trainer._generate_single_turn = _generating(trainer, Given(group))
+    if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
+        trainer.get_high_entropy_mask = functools.partial(_without_ties, trainer.get_high_entropy_mask)
     return trainer
+
+
+def _without_ties(masks: Any, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Rows that begin alike have equal entropies there. Where the quantile falls on these, rounding would choose the
+    tokens that count; so those of each row are raised above the row before, by more than rounding (5e-7)."""
+    rows = torch.arange(len(entropies), device=entropies.device)
+    chosen: torch.Tensor = masks(entropies + 1e-5 * rows[:, None], mask, threshold)
+    return chosen
 
 
 def _saved(model: Any, folder: str) -> str:

@@ -109,8 +109,7 @@ def test_refuses_chunks() -> None:
 # ---- trainings ----------------------------------------------------------------------------------
 
 ROWS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-# Rows that begin alike have equal entropies; where a quantile falls on these, rounding would decide.
-OFTEN = ALL | {"per_device_train_batch_size": 4, "top_entropy_quantile": 0.7}
+OFTEN = ALL | {"per_device_train_batch_size": 4}
 
 
 def cell(what: str, size: int = 2, long: bool = True, **options: Any) -> Any:
