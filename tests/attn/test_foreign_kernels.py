@@ -22,6 +22,9 @@ from ringtile.attn.backend import Block
 from ringtile.self_test.child_process import Question
 from ringtile.sequence.plan import rank_plan
 from ringtile.sequence.rounds import Round
+from ringtile.stream import attend
+from ringtile.stream.attend import Whole
+from ringtile.tiled.host import PinnedCopies
 from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -209,16 +212,19 @@ def test_import_asks_cuda_nothing() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_ranks_choose_what_is_fastest_for_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each direction and size, also where later masks have other pieces; without it rank 0 would differ."""
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.local, list[int], set[str]]:
+    """Of two ranks, rank 1 waits longest, for the kernel that is the faster one on rank 0. Returns what knows the
+    rank, who has measured, and the names of all that computed."""
     one, other = (InSquares(name, FLASH.attend, FLASH.attend_backward) for name in ("one", "other"))
     monkeypatch.setitem(aten.ATEN, "cpu", (one, other))
-    monkeypatch.setattr(choose, "agrees", lambda call, q: len(call.sequence.ring.ranks) > 1)
-    here, measured, ran = threading.local(), [], set()
+    monkeypatch.setattr(choose, "_may_differ", lambda call, q: len(call.sequence.ring.ranks) > 1)
+    here, measured, ran = threading.local(), list[int](), set[str]()
 
     def seconds(run: Any, backend: Any, states: Any) -> float:
         measured.append(here.rank)
-        return {(0, "one"): 1.0, (0, "other"): 2.0, (1, "one"): 5.0, (1, "other"): 2.5}[here.rank, backend.name]
+        times = {(0, "one"): 1.0, (0, "other"): 2.0, (1, "one"): 5.0, (1, "other"): 2.5}
+        return times.get((here.rank, backend.name), 9.0)
 
     monkeypatch.setattr(choose, "_seconds", seconds)
     kept = choose._run
@@ -229,18 +235,51 @@ def test_ranks_choose_what_is_fastest_for_the_slowest(monkeypatch: pytest.Monkey
         kept(task)
 
     monkeypatch.setattr(choose, "_run", seen)
+    return here, measured, ran
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 7])
+def test_ranks_choose_what_is_fastest_for_the_slowest(settled: Any, chunk_tokens: int) -> None:
+    """Once for each direction and size, also where later masks have other pieces; without it rank 0 would differ. So
+    too where the backward takes queries that wait in host memory in chunks."""
+    here, measured, ran = settled
     p, layout = problem(v_head_dim=16, dtype=torch.float32), Layout.zigzag(48, 2)
 
     def on_rank(group: LoopbackGroup) -> None:
         here.rank = group.transport.rank
         for mask in ("causal", "documents", "causal"):
             sequence = ShardedSequence(MASKS[mask], layout, group)
-            leaves = [sequence.shard(x, 1).detach().requires_grad_() for x in (p.q, p.k, p.v)]
-            ring_attention(*leaves, sequence, attention_kernel="aten").sum().backward()
+            inputs = [sequence.shard(x, 1).detach().requires_grad_(not chunk_tokens) for x in (p.q, p.k, p.v)]
+            if chunk_tokens:
+                whole = Whole(inputs)
+                whole.call_of = lambda q, k, v, of=sequence: attend._call_of(q, k, v, of, None, attention_kernel="aten")
+                whole.backward(torch.ones(whole.forward(PinnedCopies(), chunk_tokens).shape))
+            else:
+                ring_attention(*inputs, sequence, attention_kernel="aten").sum().backward()
 
     LoopbackWorld(2).run(on_rank)
     assert ran == {"other"}
     assert sorted(measured) == 4 * [0] + 4 * [1]
+
+
+def test_ranks_settle_once_where_some_use_the_log_sum_exp(settled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient, which ringtile alone takes, reaches rank 0 before rank 1."""
+    here, measured, ran = settled
+    monkeypatch.setattr(choose, "_is_ringtiles", lambda call, q: False)
+    monkeypatch.setattr(ops, "why_no_amx", lambda: "")
+    p, layout = problem(v_head_dim=16, dtype=torch.float32), Layout.zigzag(48, 2)
+
+    def on_rank(group: LoopbackGroup) -> None:
+        here.rank = group.transport.rank
+        sequence = ShardedSequence(MASKS["causal"], layout, group)
+        for users in ([0], [0, 1], [1], []):
+            inputs = [sequence.shard(x, 1).detach().requires_grad_() for x in (p.q, p.k, p.v)]
+            out, lse = ring_attention(*inputs, sequence, return_lse=True)
+            (out.sum() + (lse.sum() if here.rank in users else 0)).backward()
+
+    LoopbackWorld(2).run(on_rank)
+    assert ran == {"other", choose.RINGTILE.name}
+    assert sorted(measured) == 6 * [0] + 6 * [1]
 
 
 @pytest.mark.parametrize("fresh", [True, False])

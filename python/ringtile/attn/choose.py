@@ -66,7 +66,9 @@ def backward(
     def add(backend: Backend, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         backend.backward(block, final, Gradients(dq, dk, dv, grads.fresh, grads.rounded))
 
-    task = _Task(call, block, add, states, states[:1] if grads.fresh else states, final.dlse is not None)
+    # Some ranks of a ring may have a gradient of lse, which ringtile alone takes: these settle nothing for themselves.
+    takes_dlse = final.dlse is not None and not settles
+    task = _Task(call, block, add, states, states[:1] if grads.fresh else states, takes_dlse)
     _settle(task) if settles else _run(task)
 
 
@@ -319,24 +321,27 @@ def _seconds(run: Callable[..., None], backend: Backend, states: tuple[Tensor, .
 # ---- the same on all ranks ----------------------------------------------------------------------
 
 
-def agrees(call: AttentionCall, q: Tensor) -> bool:
-    """Return whether several backends may be asked, and ranks that wait for each other; the same on all of these."""
+def agrees(call: AttentionCall, q: Tensor, *, backward: bool) -> bool:
+    """Return whether the ranks of a ring have yet to settle who computes such blocks; the same on all of these."""
+    ranked = _ranked.get(call.sequence.transport, {})
+    return _may_differ(call, q) and _of_ring(call, kind_of(call, False, backward)) not in ranked
+
+
+def _may_differ(call: AttentionCall, q: Tensor) -> bool:
+    """Return whether several backends may be asked, and ranks wait for each other."""
     several = q.is_cuda and call.attention_kernel != "ringtile" and len(call.sequence.ring.ranks) > 1
     several = several and call.expand is None and call.indices is None  # keys before their round; a kernel of aten's
     return several and not torch.are_deterministic_algorithms_enabled() and not _captures(q)
 
 
 def _settle(task: _Task) -> None:
-    """Rank the backends by the seconds of the slowest rank: once, a collective of the ranks of a ring.
+    """Rank the backends by the seconds of the slowest rank: a collective of the ranks of a ring.
 
-    Asked only where `agrees`, before all messages of a call, so that all ranks post these in one order. A rank that
+    Asked once, where `agrees`, before all messages of a call, so that all ranks post these in one order. A rank that
     cannot measure, because the keys of its first block are not its own, or memory is short, says nothing.
     """
     call, block, q, kind = task.call, task.block, task.block.q, task.kind
     transport = call.sequence.transport
-    ranked, key = _ranked.setdefault(transport, {}), _of_ring(call, kind)
-    if key in ranked:
-        return
     able = _able(call, block, kind, task.takes_dlse) if block.round.planned.in_place else []
     seconds = _measured(able, task) or {}
     backends = {backend.name: backend for backend in (RINGTILE, *ATEN[q.device.type])}
@@ -345,6 +350,6 @@ def _settle(task: _Task) -> None:
     transport.exchange(dict.fromkeys(arrived, mine), arrived, "the seconds of attention kernels").wait()
     slowest = torch.stack([mine, *arrived.values()]).amax(0).tolist()
     of_ring = {name: taken for taken, name in sorted(zip(slowest, backends, strict=True)) if taken >= 0}
-    ranked[key] = [backends[name] for name in of_ring]
+    _ranked.setdefault(transport, {})[_of_ring(call, kind)] = [backends[name] for name in of_ring]
     if of_ring:
         _tell(task, of_ring)

@@ -42,7 +42,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         lse.copy_(call.sinks[None, :, None])
     rounded: Tensor | None = None
     rounds = call.sequence.rounds_on(q.device)
-    if choose.agrees(call, q):
+    if choose.agrees(call, q, backward=False):
         choose.forward(call, rounds[0], q, k, v, Running(out, lse, fresh=call.sinks is None), settles=True)
     for round, sent_k, sent_v in Keys(k, v, call.sequence, rounds).blocks():
         block_k, block_v = call.keys_of(q, sent_k, sent_v, call.expand)
@@ -80,8 +80,12 @@ def backward(
     if rounds_keys and fresh and len(rounds) == 1 and state != k.dtype and waiting is None:
         rounded = k.new_empty(k.shape), v.new_empty(v.shape)
     dq = q.new_zeros(q.shape if waiting is None else 0, dtype=state)
-    if choose.agrees(call, q) and waiting is None:
-        choose.backward(call, rounds[0], q, k, v, final, Gradients(dq, dk, dv, fresh=fresh), settles=True)
+    if choose.agrees(call, q, backward=True):
+        grads = Gradients(dq, dk, dv, fresh=fresh)
+        if waiting is None:
+            choose.backward(call, rounds[0], q, k, v, final, grads, settles=True)
+        else:
+            waiting.backward(call, rounds[0], k, v, grads, settles=True)
     add_returned: Callable[[Tensor, Tensor], None] | None = None
     for round, block_k, block_v in keys.blocks():
         planned = round.planned
@@ -92,7 +96,7 @@ def backward(
             if waiting is None:
                 choose.backward(call, round, q, block_k, block_v, final, grads)
             else:
-                waiting.backward(call, round, block_k, block_v, grads, is_last=round is rounds[-1])
+                waiting.backward(call, round, block_k, block_v, grads)
         else:
             of_latents = _through(again, call, round, q, block_k, block_v, final, dq)
             for total, x in zip((block_dk, block_dv), of_latents, strict=True):
@@ -118,11 +122,13 @@ class _Waiting:
         self._is_first = True  # round
 
     def backward(
-        self, call: AttentionCall, round: Round, k: Tensor, v: Tensor, grads: Gradients, is_last: bool
+        self, call: AttentionCall, round: Round, k: Tensor, v: Tensor, grads: Gradients, settles: bool = False
     ) -> None:
-        """Add the gradients of a round: `grads` but for its dq. is_last: dq is complete, and rounded."""
+        """Add the gradients of a round: `grads` but for its dq, which is rounded after the last one; or settle who
+        computes, by the first chunk."""
+        is_last = round is call.sequence.rounds_on(self.q.device)[-1]
         of_queries = self.q, self.final.dout, self.final.out, self._sums
-        order = in_order(self.q.size(1), self.q.chunk_tokens)
+        order = in_order(self.q.size(1), self.q.chunk_tokens)[: 1 if settles else None]
         q, dout, out, sums = (Reader(x, order) for x in of_queries)
         write = Writer(self.dq if is_last else self._sums)
         for tokens in tiles(self.q.size(1), self.q.chunk_tokens):  # all of them: the planner leaves some out
@@ -131,7 +137,9 @@ class _Waiting:
             dq = of_chunk.new_zeros(of_chunk.shape, dtype=grads.dk.dtype) if self._is_first else sums.take(tokens)
             fresh = grads.fresh and tokens.start == 0
             of_round = Gradients(dq, grads.dk, grads.dv, fresh=fresh)
-            choose.backward(call, _round_of(round, tokens), of_chunk, k, v, final, of_round)
+            choose.backward(call, _round_of(round, tokens), of_chunk, k, v, final, of_round, settles=settles)
+            if settles:
+                return
             write.put(tokens, dq.to(self.q.dtype) if is_last else dq)
         write.close()
         self._is_first = False
