@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import re
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import trl.kernels.chunked_logprob
 from hf_models import tiny_model
 from hf_rollouts import make_rollouts
+from hf_training import make_trainer
 from pool import run_ranks
 from test_sequence_log_probs import ROWS, assert_equal, averaged, loss_of, one_process
 from torch import Tensor
@@ -129,36 +131,45 @@ def test_rows_and_gradients_of_streamed_layers_equal_one_process() -> None:
 # ---- TRL ----------------------------------------------------------------------------------------
 
 
-def grpo_step(world: int, dtype: str) -> dict[str, list[Tensor]]:
-    """Old and new log-probs of the batches of a step, those of the reference, entropies and losses. On every rank."""
+def trainer_of(kind: str, world: int, model: Any, **options: Any) -> Any:
+    options |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 1}
+    if kind != "DPO":
+        options |= {"num_iterations": 2, "steps_per_generation": 4, "beta": 0.1, "max_grad_norm": 0.0}
+        return make_rollouts(kind, world, made=lambda: {"model": model}, **options)
+    more = {"ref_model": copy.deepcopy(model)}
+    return make_trainer(trainer_class="trl.DPOTrainer", model=model, trainer_arguments=more, **options)
+
+
+def step(kind: str, world: int, dtype: str) -> dict[str, list[Tensor]]:
+    """Of the batches of a step: log-probs and entropies; log-ratios to old log-probs, or for DPO to a reference that is
+    the same model; log-probs of the reference; and losses. Run it on every rank."""
     model = tiny_model(**SIZES).train().to(getattr(torch, dtype))
-    trainer: Any = make_rollouts(
-        group=world,
-        made=lambda: {"model": model},
-        **{"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 1},
-        **{"beta": 0.1, "per_device_train_batch_size": 4, "max_grad_norm": 0.0},
-    )
+    trainer = trainer_of(kind, world, model)
     ringtile.enable(trainer, TRAINED | {"context_parallel_size": world, "first_batch_check": False})
     assert trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE == CHUNK
     for layer in [*model.model.layers, *trainer.ref_model.model.layers]:
         layer.mlp.register_forward_pre_hook(check_rows)
-    found: dict[str, list[Tensor]] = {name: [] for name in ("new", "entropy", "old", "reference", "loss")}
-    compute, log_probs_of = trainer._compute_loss, trainer._get_per_token_logps_and_entropies
+    found: dict[str, list[Tensor]] = {name: [] for name in ("new", "entropy", "log-ratio", "reference", "loss")}
+    outs: list[Any] = []
+    model.register_forward_hook(lambda module, args, out: outs.append(out))
+    trainer.ref_model.register_forward_hook(lambda module, args, out: found["reference"].append(out.log_probs))
+    compute = trainer._compute_loss
 
-    def compute_loss(model: Any, inputs: dict[str, Any]) -> Tensor:
-        found["old"].append(inputs["old_per_token_logps"])
-        found["reference"].append(inputs["ref_per_token_logps"])
-        trainer._get_per_token_logps_and_entropies = log_probs
-        loss = compute(model, inputs)
-        trainer._get_per_token_logps_and_entropies = log_probs_of
-        found["loss"].append(loss.detach())
+    def compute_loss(policy: Any, inputs: dict[str, Tensor], *args: Any) -> Tensor:
+        outs.clear()
+        loss: Tensor = compute(policy, inputs, *args)
+        (out,) = outs
+        new = out.log_probs.detach()
+        if kind == "DPO":
+            ratio = new - found["reference"][-1]
+        elif kind == "GRPO":
+            ratio = new[:, -inputs["completion_ids"].size(1) :] - inputs["old_per_token_logps"]
+        else:
+            mask = inputs["completion_mask"]
+            ratio = (new[:, -mask.size(1) :] * mask).sum(1) - inputs["old_logps"]
+        for name, x in {"new": new, "entropy": out.entropy, "log-ratio": ratio, "loss": loss}.items():
+            found[name].append(x.detach())
         return loss
-
-    def log_probs(*args: Any, **kwargs: Any) -> Any:
-        result = log_probs_of(*args, **kwargs)
-        found["new"].append(result[0].detach())
-        found["entropy"].append(result[1].detach())
-        return result
 
     trainer._compute_loss = compute_loss
     trainer.train()
@@ -166,25 +177,20 @@ def grpo_step(world: int, dtype: str) -> dict[str, list[Tensor]]:
     return found
 
 
-_steps: dict[str, dict[str, list[Tensor]]] = {}
+one_rank = functools.cache(functools.partial(step, world=1))
+SHORT_STEPS = {("GRPO", "bfloat16", 2), ("RLOO", "float32", 2), ("DPO", "bfloat16", 2)}
+STEPS = [
+    pytest.param(*case, marks=[] if case in SHORT_STEPS else [pytest.mark.long])
+    for case in itertools.product(("GRPO", "RLOO", "DPO"), ("float32", "bfloat16"), (2, 4))
+]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "world"),
-    [
-        ("bfloat16", 2),
-        pytest.param("float32", 2, marks=pytest.mark.long),
-        pytest.param("float32", 4, marks=pytest.mark.long),
-        pytest.param("bfloat16", 4, marks=pytest.mark.long),
-    ],
-)
-def test_grpo_begins_with_ratios_of_one(dtype: str, world: int) -> None:
-    if dtype not in _steps:
-        _steps[dtype] = grpo_step(1, dtype)
-    expected = _steps[dtype]
+@pytest.mark.parametrize(("kind", "dtype", "world"), STEPS)
+def test_trainers_begin_with_ratios_of_one(kind: str, dtype: str, world: int) -> None:
+    expected = one_rank(kind, dtype=dtype)
     assert len(expected["new"]) == 2
-    assert all(torch.equal(new, old) and new.any() for new, old in zip(expected["new"], expected["old"], strict=True))
-    for rank in run_ranks(world, grpo_step, world, dtype, timeout=300.0):
+    assert all(new.any() and not ratio.any() for new, ratio in zip(expected["new"], expected["log-ratio"], strict=True))
+    for rank in run_ranks(world, step, kind, world, dtype, timeout=300.0):
         different = [name for name in expected if not all(map(torch.equal, rank[name], expected[name]))]
         assert not different
 
@@ -215,6 +221,12 @@ def test_a_reference_that_zero_has_prepared_is_refused() -> None:
     trainer: Any = make_rollouts(beta=0.1)
     next(trainer.ref_model.parameters()).ds_id = 0
     with pytest.raises(ringtile.RefusedError, match=r"ZeRO-3 has prepared a second LlamaForCausalLM .* or adapters"):
+        ringtile.enable(trainer, TRAINED)
+
+
+def test_a_reference_from_before_is_refused() -> None:
+    trainer = trainer_of("DPO", 1, tiny_model(), precompute_ref_log_probs=True)
+    with pytest.raises(ringtile.RefusedError, match="expected precompute_ref_log_probs=False"):
         ringtile.enable(trainer, TRAINED)
 
 

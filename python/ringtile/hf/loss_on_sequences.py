@@ -49,6 +49,11 @@ class LossOnSequences(ShardedLoss):
                 f"torch_compile; expected only one of the two: the hooks that shard and unshard have not been shown to "
                 f"survive compilation"
             )
+        if self.config.reproducible and getattr(self.trainer, "precompute_ref_logps", False):
+            raise RefusedError(
+                "reproducible: the reference's log-probs were computed before its layers are streamed, in batches that "
+                "depend on the number of ranks; expected precompute_ref_log_probs=False"
+            )
         model.check_model(self.base)
 
     def install_loss(self) -> None:
