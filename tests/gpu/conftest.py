@@ -11,8 +11,6 @@ import torch
 from device import DEVICE
 from ringtile import ops
 
-LINES_OF_A_FAILURE = 6
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,7 +27,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Tells of a failure at once, as a run that is killed has no summary; of a worker that ended too."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         said = [line for line in report.longreprtext.splitlines() if line.strip()]
-        print(f"\nFAILED {report.nodeid} ({report.when})", *said[-LINES_OF_A_FAILURE:], sep="\n", flush=True)
+        print(f"\nFAILED {report.nodeid} ({report.when})", *said[-6:], sep="\n", flush=True)
 
 
 @pytest.fixture(autouse=True)

@@ -163,6 +163,8 @@ def problem(
 RESULTS = ("out", "dq", "dk", "dv")
 # The mean square over 2 * 256 * 4 independent rows has a relative deviation of (2 / 2048) ** 0.5, the ratio of two such
 # 4.4 %. The largest of 1e5 normal numbers, at 4.8 deviations, has one of 5.6 %, the ratio of two 8 %. Three times that.
+# They are normal in units of their row's error alone: a row that attends two keys has many times the others'.
+# Two float64 models that round weights in tiles of 64 and 128 keys differ by up to 1.41 without them, by 1.12 with.
 DRAW = 1.25 if DEVICE.type == "cuda" else 1.0
 
 
@@ -174,11 +176,12 @@ def ours(p: Problem, mask: IntervalMask) -> list[Tensor]:
 
 
 def torchs(p: Problem, mask: IntervalMask) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in (p.q, p.k, p.v)]
+    """RESULTS of torch, of contiguous copies: cuDNN, which it prefers on sm_90, is not to be handed unaligned rows."""
+    leaves = [x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in (p.q, p.k, p.v)]
     q, k, v = (x.transpose(1, 2) for x in leaves)
     attend = dense(mask).to(DEVICE)[:, None]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=attend, enable_gqa=q.size(1) != k.size(1)).transpose(1, 2)
-    return [out.detach(), *torch.autograd.grad(out, leaves, p.dout)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, p.dout.contiguous())]
 
 
 def assert_not_less_exact_than_torch(p: Problem, mask: IntervalMask, results: list[Tensor], draw: float = DRAW) -> None:
@@ -194,7 +197,9 @@ def assert_not_less_exact_than_torch(p: Problem, mask: IntervalMask, results: li
         my_error, their_error = (mine.double() - expected).abs(), (theirs.double() - expected).abs()
         assert my_error.square().mean() <= draw * their_error.square().mean(), name
         once = (torch.finfo(p.q.dtype).eps / 2 + 64 * torch.finfo(torch.float32).eps) * expected.abs().max()
-        assert my_error.max() <= max(draw * their_error.max(), once), name
+        unit = (my_error.square() + their_error.square()).mean(-1, keepdim=True).sqrt().clamp(min=1e-300)
+        unit = unit if draw > 1 else torch.ones_like(unit)
+        assert (torch.where(my_error <= once, 0.0, my_error) / unit).max() <= draw * (their_error / unit).max(), name
 
 
 S = 256
