@@ -471,6 +471,7 @@ EXPERTS = [
         long=True,
     ),
     Cell("balancing loss that SFT logs", {**SFT, **BALANCED, "evaluate_first": True}, long=True),
+    Cell("SFT of qwen3-moe, whose head is TRL's", {**SFT, "family": "qwen3-moe"}),
     Cell("balancing loss, own token average", {**BALANCED, "average_tokens_across_devices": False}, long=True),
     Cell(
         "balancing loss of full sequences, two groups",
