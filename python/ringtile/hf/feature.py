@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -40,10 +40,6 @@ class Feature:
     install: Callable[[Enabled, Patches], None] = _nothing
     refuse: Callable[[Enabled], None] = _nothing
     key: str = ""
-
-    @classmethod
-    def asked(cls, features: Iterable[Feature], config: Config) -> list[Feature]:
-        return [each for each in features if not each.key or getattr(config, each.key)]
 
 
 HOOKS = frozenset({"_forward_pre_hooks", "_forward_hooks"})

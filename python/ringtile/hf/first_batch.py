@@ -150,7 +150,7 @@ class FirstBatch:
             def within(trace: Trace) -> Iterator[None]:
                 nonlocal place
                 trace.whole = whole
-                with at_most(0 if whole else self._tile_tokens(num_tokens)):
+                with at_most(0 if whole else max(1, num_tokens // (_TILES * loss.group.size))):
                     try:
                         yield
                     except BaseException:
@@ -203,9 +203,6 @@ class FirstBatch:
             if size is not None and size <= _LARGEST_WINDOW
         ]
         return max([16 * self._loss.group.size, *(size + size // 2 for size in windows)])
-
-    def _tile_tokens(self, num_tokens: int) -> int:
-        return max(1, num_tokens // (_TILES * self._loss.group.size))
 
 
 class _ProvesNothingError(Exception):

@@ -143,7 +143,7 @@ def _rotary_embeddings(model: nn.Module) -> list[nn.Module]:
 def leave_temperature(model: nn.Module, patches: Patches) -> None:
     """Turns the temperature of every module off while it runs on a sharded batch, or on a chunk."""
     for module in model.modules():
-        if _has_temperature(module):
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             patches.wrap(module, "forward", _without_temperature)
             patches.set(module, "ringtile_temperature", True)
 
@@ -163,10 +163,6 @@ def scaled_at(module: nn.Module, query: Tensor, places: Tensor) -> Tensor:
     factor = torch.log1p(torch.floor(counts / settings.floor_scale)) * settings.attn_scale + 1.0
     product: Tensor = query * factor[:, None]
     return product.to(query.dtype)
-
-
-def _has_temperature(module: nn.Module) -> bool:
-    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
 
 
 def _without_temperature(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -98,7 +98,11 @@ class Sharding:
             positions = self._positions.of_batch(on_host)
         if self._config.shared_prefix and not is_tree and not whole:
             if not self._shares_rows:
-                raise _no_tree(self._trainer)
+                raise ConfigError(
+                    f"shared_prefix: {type(self._trainer).__name__} may use more of its rows than log-probabilities of "
+                    f"tokens, and the batch is no tree; expected tree_parents and tree_lengths in it, or TRL's "
+                    f"GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer or RewardTrainer: set it to false"
+                )
             given, rows = share(given, given.get("position_ids", positions))
             positions = None
         elif self._config.reproducible and self._shares_rows and not is_tree and not whole:
@@ -163,14 +167,6 @@ def _begin(call: ModelCall, at_seam: bool) -> None:
     """Tells a proof, if one runs, which tokens enter the model now, or at the seam, its language model."""
     if (trace := running_trace()) is not None:
         trace.begin(call, at_seam)
-
-
-def _no_tree(trainer: Trainer) -> ConfigError:
-    return ConfigError(
-        f"shared_prefix: {type(trainer).__name__} may use more of its rows than log-probabilities of tokens, and the "
-        f"batch is no tree; expected tree_parents and tree_lengths in it, or TRL's GRPOTrainer, RLOOTrainer, "
-        f"DPOTrainer, KTOTrainer or RewardTrainer: set it to false"
-    )
 
 
 def shard_batch(

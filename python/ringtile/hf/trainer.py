@@ -16,7 +16,7 @@ from ringtile.errors import ConfigError, InputError
 from ringtile.first_batch.compare import Comparison
 from ringtile.hf import model, trainers
 from ringtile.hf.checkpoints import Checkpoints
-from ringtile.hf.feature import Enabled, Feature
+from ringtile.hf.feature import Enabled
 from ringtile.hf.features import loss, mlp, norm, offload, stream, trees
 from ringtile.hf.features.callbacks import MetricsCallback
 from ringtile.hf.features.rollouts import LossOnRollouts, generates
@@ -143,7 +143,7 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
     base = model.base_model(trainer.model)
     assert trainer.model is not None  # base_model has refused it otherwise
     run = Enabled(trainer, trainer.model, base, config)
-    features = Feature.asked(FEATURES, config)
+    features = [each for each in FEATURES if getattr(config, each.key)]
     for feature in features:
         feature.refuse(run)
     apply_liger(trainer, patches)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.models.mixtral import modeling_mixtral
 
 from ringtile.first_batch.trace import runs_whole
@@ -39,9 +38,9 @@ def _install(run: Enabled, patches: Patches) -> None:
     model with its adapters, of which AdaLoRA's calls the inner module's forward, without its hooks.
     """
     model = run.base
-    own, files = _function_of(model), {modeling_mixtral}
-    if own is not None:
-        files.add(sys.modules[type(model).__module__])
+    own, files = sys.modules[type(model).__module__], {modeling_mixtral}
+    if hasattr(own, _NAME):
+        files.add(own)
     elif not hasattr(model.config.get_text_config(), "output_router_logits"):
         return  # a dense model, of which nothing asks for the loss
     forward_file = sys.modules.get(model.forward.__module__)
@@ -96,11 +95,6 @@ def _sums(gate_logits: _Logits, num_experts: int, top_k: int, weights: Tensor | 
         probabilities = probabilities + (layer.float() * of_tokens[:, None]).sum(dim=0)
         total = total + of_tokens.sum()
     return counts, probabilities, total
-
-
-def _function_of(model: PreTrainedModel) -> Callable[..., Any] | None:
-    function: Callable[..., Any] | None = getattr(sys.modules[type(model).__module__], _NAME, None)
-    return function
 
 
 FEATURE = Feature(frozenset({_NAME, "_forward_hooks"}), _install)

@@ -309,13 +309,9 @@ def is_counted(path: str, module: nn.Module) -> bool:
         type(module) is nn.Dropout
         and module.p > 0
         and not module.inplace
-        and not _is_of_attention(path)
+        and path.rpartition(".")[2] not in _OF_ATTENTION
         and "experts" not in path.split(".")
     )
-
-
-def _is_of_attention(path: str) -> bool:
-    return path.rpartition(".")[2] in _OF_ATTENTION
 
 
 def _is_layer(path: str, base: nn.Module) -> bool:

@@ -212,16 +212,13 @@ class _SplitTower:
         return rows, [changes, difference]
 
     def _refuse_dropout(self) -> None:
-        for path, module in self._tower.named_modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 and module.training:
-                raise RefusedError(
-                    f"{self._name}.{path} drops with p = {module.p}; expected no dropout in a tower, of which each "
-                    f"rank computes other images: set its rate to 0 in the model's config, or lora_dropout=0.0"
-                )
-        if drops_attention(self._tower):
+        modules = self._tower.named_modules()
+        drops = [(path, x.p) for path, x in modules if isinstance(x, nn.modules.dropout._DropoutNd) and x.training]
+        found = [f"{self._name}.{path} drops with p = {p}" for path, p in drops if p > 0]
+        for what in [*found, *[f"the attention of {self._name} drops weights"] * drops_attention(self._tower)]:
             raise RefusedError(
-                f"the attention of {self._name} drops weights; expected no dropout in a tower, of which each rank "
-                f"computes other images: set its rate to 0 in the model's config"
+                f"{what}; expected no dropout in a tower, of which each rank computes other images: set its rate to 0 "
+                f"in the model's config, or lora_dropout=0.0"
             )
 
     def _rounding(self, x: Tensor) -> float:
