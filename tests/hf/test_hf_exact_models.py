@@ -29,7 +29,6 @@ FAMILIES = (
     *("olmoe", "granite-swa", "phi3-sliding", "cohere2", "mistral-sliding", "mimo-v2", "qwen2-moe-sliding"),
 )
 JOINED = "the documents of a packed row attend each other"
-SAYS = {"gpt-oss": (JOINED,)}
 
 
 def family(name: str, groups: int = 1, long: bool = True, **options: Any) -> Cell:
@@ -40,7 +39,7 @@ def family(name: str, groups: int = 1, long: bool = True, **options: Any) -> Cel
         world=2 * groups,
         processes=groups,
         long=long,
-        says=SAYS.get(name, ()),
+        says=(JOINED,) if name == "gpt-oss" else (),
         **STEEP,
     )
 
