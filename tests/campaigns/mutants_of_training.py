@@ -413,8 +413,8 @@ MUTANTS = [
     Mutant(
         "stream: the gradient before attention is left out in two passes",
         "python/ringtile/stream/layer.py",
-        "            self._before_attention(tokens, of_chunk, again, read.take(tokens), before, grads)",
-        "            pass",
+        "                found = self._backward_to_call(chunk, of_chunk, again, read.take(tokens), before, grads)",
+        "                found, _ = [], self._inputs(tokens, read.take(tokens), grads)",
         "tests/stream/test_stream_layers.py -k later",
     ),
     Mutant(

@@ -181,9 +181,10 @@ def tiny_encoder(family: str = "modernbert", classes: bool = False, **overrides:
     return model.train()
 
 
-def hybrid(family: str) -> PreTrainedModel:
+def hybrid(family: str, **overrides: object) -> PreTrainedModel:
     """A model with recurrent layers that forgets slowly, so that what leaks is seen."""
     config = tiny_config(family)
+    vars(config).update(overrides)
     config.get_text_config().output_router_logits = False  # its balance is tested apart
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 TOKENS, CHUNK = 100, 16  # padded to 112, 128 or 256 tokens
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 16, "num_key_value_heads": 8}
 CONFIG = {"stream": True, "tiled_loss": True, "reproducible": True, "tile_tokens": CHUNK}
-FAMILIES = ("llama", "mixtral-balanced", "gpt-oss")
+HYBRIDS = ("qwen3_next",)  # of 4 heads
+FAMILIES = ("llama", "mixtral-balanced", "gpt-oss", *HYBRIDS)
 
 
 def rows(lengths: list[int]) -> list[dict[str, Any]]:
@@ -55,7 +56,11 @@ class Recorded:
 def step_of(family: str, dtype: str, kind: str, config: dict[str, Any]) -> Recorded:
     """One step. Run it on every rank."""
     enter_world()
-    model = tiny_model(family, **(SIZES | {"max_position_embeddings": 512})).train().to(getattr(torch, dtype))
+    if family in HYBRIDS:
+        model = hybrid(family, num_key_value_heads=4, max_position_embeddings=512)
+    else:
+        model = tiny_model(family, **(SIZES | {"max_position_embeddings": 512}))
+    model = model.train().to(getattr(torch, dtype))
     lengths = [TOKENS, TOKENS - 9] if kind == "padded" else [40, 37, 23]
     options: dict[str, Any] = {"collator": Padded("left") if kind == "padded" else packed}
     options |= {"trainer_arguments": {"train_dataset": rows(lengths)}, "max_steps": 1, "gradient_accumulation_steps": 1}
@@ -110,8 +115,12 @@ def cases() -> list[Any]:
         for dtype in ("float32", "bfloat16"):
             for kind in ("padded", "packed"):
                 for layout in ("contiguous", "zigzag"):
-                    for world in (2, 4, 8):
-                        short = family == "llama" and world < 8 and (kind == "packed") == (layout == "contiguous")
+                    for world in (2, 4) if family in HYBRIDS else (2, 4, 8):
+                        short = (
+                            family in ("llama", *HYBRIDS)
+                            and world < 8
+                            and (kind == "packed") == (layout == "contiguous")
+                        )
                         short = short and (dtype == "bfloat16") == (world == 2)
                         found.append(
                             pytest.param(family, dtype, kind, layout, world, marks=[] if short else [pytest.mark.long])
@@ -209,7 +218,10 @@ def test_more_ranks_than_heads_of_keys_are_refused() -> None:
         assert message.startswith("RefusedError")
 
 
-def test_hybrid_models_are_refused() -> None:
-    trainer = make_trainer(model=hybrid("qwen3_next").train())
-    with pytest.raises(ringtile.RefusedError, match=r"whose state goes on from chunk to chunk"):
-        ringtile.enable(trainer, CONFIG)
+def shares_heads() -> str:
+    return failure_of(make_trainer(model=hybrid("jamba").train(), max_steps=1), CONFIG | {"context_parallel_size": 2})
+
+
+def test_recurrences_whose_heads_ranks_would_share_are_refused() -> None:
+    for message in run_ranks(2, shares_heads):
+        assert "reproducible: a recurrence of 1 heads or groups of heads, some of which 2 ranks would share" in message

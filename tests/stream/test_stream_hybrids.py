@@ -1,5 +1,8 @@
 """Streamed hybrids, whose recurrences go on from chunk to chunk, against the same layers whole, in float64."""
 
+import copy
+import itertools
+
 import pytest
 import ringtile
 import torch
@@ -12,12 +15,12 @@ from ringtile.hf.patches import Patches
 from ringtile.hf.shard import Reading, shard_batch
 from ringtile.planner.setup import Setup
 from ringtile.planner.step import TrainingStep
-from ringtile.recurrent.carried import Carried
+from ringtile.recurrent.carried import Carried, running_on
 from ringtile.recurrent.functions import causal_conv1d
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.transport.loopback import LoopbackWorld
+from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld
 from test_stream_layers import CHUNK, TOKENS, assert_equal, batch_of, no_float32, run
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -47,7 +50,7 @@ def run_on_one_rank(model: PreTrainedModel, kind: str, chunk: int = 0) -> dict[s
         switch_attention(model, patches)
         recurrent.install(model, patches)
         if chunk:
-            stream.install(model, chunk, patches, carries=True)
+            stream.install(model, chunk, patches, recurs=True)
         local, batch = shard_batch(batch_of(kind), Reading(), layout="contiguous", group=group)
         try:
             with active(batch):
@@ -68,6 +71,51 @@ def test_streamed_equals_whole(model_type: str, kind: str) -> None:
         assert_equal(run(model, batch_of()), expected, 1e-11)
 
 
+def run_on_ranks(model: PreTrainedModel, kind: str, world: int, layout: str, scheme: str = "ring") -> dict[str, Tensor]:
+    """A loss of all logits, and its gradients, of streamed layers over ranks; of one rank: whole ones."""
+    weights = torch.randn(2, 2 * TOKENS, model.config.vocab_size, generator=torch.Generator().manual_seed(7))
+    batch = {name: x for name, x in batch_of(kind).items() if name != "labels"}
+    weights[:, :TOKENS][batch.get("attention_mask", torch.ones(2, TOKENS)) == 0] = 0
+    weights[:, TOKENS:] = 0
+    models, patches = [copy.deepcopy(model) for _ in range(world)], Patches()
+    for each in models:
+        switch_attention(each, patches)
+        recurrent.install(each, patches)
+        if world > 1:
+            stream.install(each, CHUNK, patches, recurs=True)
+
+    def rank(group: LoopbackGroup) -> dict[str, Tensor]:
+        own = models[group.transport.rank]
+        local, of_batch = shard_batch(batch, Reading(), layout=layout, group=group, scheme=scheme)
+        with active(of_batch):
+            logits = own(**local).logits
+            loss = (logits * weights[:, of_batch.places]).sum()
+            loss.backward()
+        return {"loss": loss.detach(), **{name: p.grad for name, p in own.named_parameters() if p.grad is not None}}
+
+    try:
+        ranks = LoopbackWorld(world).run(rank)
+    finally:
+        patches.restore()
+    return {name: sum(each[name] for each in ranks) for name in ranks[0]}
+
+
+SHORT = {("qwen3_next", "packed", 2), ("qwen3_next", "left padding", 3), ("bamba", "plain", 3), ("jamba", "packed", 2)}
+SHORT |= {("falcon_h1", "right padding", 2)}  # attends beside its recurrence
+CELLS = [
+    pytest.param(*cell, marks=[] if cell in SHORT else [pytest.mark.long])
+    for cell in itertools.product((*EVERY_RUN, *OTHERS), ("plain", "left padding", "right padding", "packed"), (2, 3))
+]
+
+
+@pytest.mark.parametrize(("model_type", "kind", "world"), CELLS)
+def test_streamed_over_ranks_equals_whole(model_type: str, kind: str, world: int) -> None:
+    layout, scheme = ("contiguous", "ring") if world == 2 else ("zigzag", "ulysses")
+    model = model_of(model_type)
+    found = run_on_ranks(model, kind, world, layout, scheme)
+    assert_equal(found, run_on_ranks(model, kind, 1, "contiguous"))
+
+
 @pytest.mark.parametrize("chunk", [1, 3, TOKENS, 50])
 def test_chunks_shorter_than_a_convolution_and_one_of_all_tokens(chunk: int) -> None:
     model = model_of("qwen3_next")
@@ -79,25 +127,29 @@ def test_what_is_refused() -> None:
         ringtile.stream_layers(model_of("qwen3_next"))  # transformers' recurrences know no documents
     with pytest.raises(RefusedError, match=r"layers\.1 attends 0 times through transformers' AttentionInterface"):
         run_on_one_rank(model_of("nemotron_h"), "plain", CHUNK)
-    setup = Setup(tiny_config("qwen3_next"), devices=2, ringtile=Config(context_parallel_size=2, stream=True))
-    with pytest.raises(RefusedError, match="whose state goes on from chunk to chunk"), TrainingStep(setup):
-        pass
+    with pytest.raises(RefusedError, match="expected runs of neighboring tokens"):
+        run_on_ranks(model_of("qwen3_next"), "plain", 2, "striped")
 
 
 def test_a_tree_is_refused() -> None:
     tree = ShardedSequence.of(IntervalMask.tree([-1, 0, 0], [4, 3, 3]), Layout.contiguous(10, 1))
     x = torch.randn(1, 5, 4)
-    with Carried(slice(0, 5), []).running(), pytest.raises(RefusedError, match="a tree of tokens; expected one rank"):
+    with (
+        running_on(Carried(slice(0, 5), [])),
+        pytest.raises(RefusedError, match="in a tree of tokens; expected one rank"),
+    ):
         causal_conv1d(x, torch.randn(4, 3), tree)
 
 
-def test_the_planner_streams_hybrids() -> None:
-    """A layer's keys and values, and a state and W - 1 inputs of each recurrent layer for each chunk."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_planner_streams_hybrids(ranks: int) -> None:
+    """A layer's keys and values, and a state and W - 1 inputs of each recurrent layer for each chunk; on two ranks what
+    one layer's recurrence takes and gives."""
     config = tiny_config("qwen3_next")
-    keys = {"tiled_loss": True, "tile_tokens": 64, "keep_attention": False}
+    keys = {"context_parallel_size": ranks, "tiled_loss": True, "tile_tokens": 64, "keep_attention": False}
     slopes = {}
     for streams in (False, True):
-        with TrainingStep(Setup(config, ringtile=Config(**keys, stream=streams))) as step:
+        with TrainingStep(Setup(config, devices=ranks, ringtile=Config(**keys, stream=streams))) as step:
             shorter, longer = (step.run(tokens).total for tokens in (1024, 2048))
         slopes[streams] = (longer - shorter) / 1024
     assert slopes[True] < slopes[False] / 3

@@ -251,7 +251,7 @@ class Twice(nn.Module):
         return self.second(self.first(hidden_states, **kwargs), **kwargs)
 
 
-def test_two_attentions_in_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_attentions_in_a_layer_in_one_pass_and_in_three(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     class Pair(GradientCheckpointingLayer, Twice):
@@ -261,14 +261,14 @@ def test_two_attentions_in_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(model, batch)
     model.model.layers = nn.ModuleList([Pair(*model.model.layers)])
     ringtile.stream_layers(model, CHUNK)
-    found = run(model, batch)
     names = {".0.first.": ".0.", ".0.second.": ".1."}
-    for new, old in names.items():
-        found = {name.replace(new, old): x for name, x in found.items()}
-    assert_equal(found, expected)
-    monkeypatch.setattr(stream, "attends_no_later_chunk", lambda *of: False)
-    with pytest.raises(RefusedError, match="attends 2 times, which takes one rank and a causal mask"):
-        run(model, batch)
+    for one_pass in (True, False):
+        if not one_pass:
+            monkeypatch.setattr(stream, "attends_no_later_chunk", lambda *of: False)
+        found = run(model, batch)
+        for new, old in names.items():
+            found = {name.replace(new, old): x for name, x in found.items()}
+        assert_equal(found, expected)
 
 
 def test_draws_before_attention_are_refused_in_two_passes(monkeypatch: pytest.MonkeyPatch) -> None:

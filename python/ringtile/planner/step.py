@@ -186,8 +186,7 @@ class TrainingStep:
             self._chooses_keys = True
             indexed.install(model, patches)
         if setup.ringtile.stream:
-            alone = setup.ringtile.context_parallel_size == 1
-            stream.install(model, setup.ringtile.tile_tokens, patches, carries=alone)
+            stream.install(model, setup.ringtile.tile_tokens, patches, recurs=True)
             patches.set(attend, "forward", functools.partial(self._attend_whole, attend.forward))
             patches.set(attend, "backward", functools.partial(self._attend_whole, attend.backward))
             patches.set(layer, "drawn_since", lambda before: False)  # states of generators are not fake

@@ -1,17 +1,29 @@
-"""Recurrences on one chunk of a rank's tokens at a time, each of which goes on from the states of the chunk before."""
+"""Recurrences inside a layer that runs on one chunk of a rank's tokens at a time: who answers their calls there.
 
-from __future__ import annotations
+On one rank each goes on from the states of the chunk before; over several, and on a tree of tokens, the layer ends at
+each call, and goes on with what that gives for all tokens of the rank (ringtile/stream).
+"""
 
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ringtile.errors import RefusedError
-from ringtile.recurrent.documents import Documents
+from ringtile.recurrent.recurrence import Recurrence
+
+
+class Recurring(Protocol):
+    """A chunk that answers the calls of recurrences."""
+
+    tokens: slice
+
+    def compute(self, recurrence: Recurrence, of_all: Callable[..., Tensor]) -> Tensor:
+        """Return out (B, t, ...). of_all: the same call on such tensors of all tokens of the rank."""
 
 
 @dataclass(eq=False)
@@ -25,39 +37,37 @@ class Carried:
     before: list[Tensor]
     after: list[Tensor] = field(default_factory=list)
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """The layer runs on the chunk inside."""
-        token = _running.set(self)
-        try:
-            yield
-        finally:
-            _running.reset(token)
-
-    def compute(
-        self, documents: Documents, function: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
-    ) -> Tensor:
-        """out of function(seq_idx, state) -> (out, final state), as of kernels.py. RefusedError: a tree of tokens, or
-        several ranks."""
+    def compute(self, recurrence: Recurrence, of_all: Callable[..., Tensor]) -> Tensor:
+        """RefusedError: a tree of tokens, or several ranks."""
+        documents = recurrence.documents
         whole = documents.facts.whole.only
         if whole is None or documents.sequence.world_size > 1:
             raise RefusedError(
-                "a recurrence in a streamed layer over several ranks, or a tree of tokens; expected one rank and "
-                "documents: leave the layer whole (stream: false)"
+                "a recurrence whose states go from chunk to chunk over several ranks, or in a tree of tokens; expected "
+                "one rank and documents: leave the layer whole (stream: false)"
             )
         number = len(self.after)
-        out, final = function(
-            _numbered(whole.seq_idx, self.tokens), self.before[number] if number < len(self.before) else None
-        )
+        state = self.before[number] if number < len(self.before) else None
+        out, final = recurrence.of_segment(recurrence.tensors, _numbered(whole.seq_idx, self.tokens), state)
         self.after.append(final)
         return out
 
 
-_running: contextvars.ContextVar[Carried | None] = contextvars.ContextVar("running", default=None)
+_running: contextvars.ContextVar[Recurring | None] = contextvars.ContextVar("running", default=None)
 
 
-def carried() -> Carried | None:
-    """What the chunk that a layer runs on now goes on from, in this thread; None: it runs on all tokens of the rank."""
+@contextlib.contextmanager
+def running_on(chunk: Recurring) -> Iterator[None]:
+    """The layer runs on the chunk inside."""
+    token = _running.set(chunk)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def running_chunk() -> Recurring | None:
+    """The chunk on which a layer runs now, in this thread; None: it runs on all tokens of the rank."""
     return None if torch.compiler.is_compiling() else _running.get()
 
 

@@ -20,10 +20,10 @@ from torch.overrides import handle_torch_function
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
-from ringtile.recurrent.carried import carried
+from ringtile.recurrent.carried import running_chunk
 from ringtile.recurrent.choose import function_for
-from ringtile.recurrent.documents import Documents, Stretch
-from ringtile.recurrent.recurrence import Operand, Recurrence, walk
+from ringtile.recurrent.documents import Documents
+from ringtile.recurrent.recurrence import Operand, Recurrence
 from ringtile.recurrent.schemes import decide, run
 from ringtile.recurrent.shares import groups_of_channels
 from ringtile.recurrent.state_passing import Halos
@@ -71,6 +71,7 @@ def causal_conv1d(
     *,
     bias: Tensor | None = None,
     activation: str = "",
+    scheme: str | None = None,
     mask: IntervalMask | None = None,
     layout: Layout | None = None,
     group: Group | None = None,
@@ -81,6 +82,8 @@ def causal_conv1d(
 
     - x (B, N, C): the local tokens. weight (C, W), weight[:, W - 1] for the token itself; W of 2..8. bias (C).
     - activation: "" or "silu".
+    - scheme: None for "states", where the W - 1 tokens before a rank's own travel; "heads", where all do, takes any
+      layout, and gradients are the same bits as on one rank.
     - sequence, or mask, layout and group: as in `ring_attention`, the same on every rank. The mask holds causal
       documents or trees; the layout has runs of neighboring tokens. Inside `context_parallel` the block has them.
 
@@ -96,28 +99,30 @@ def causal_conv1d(
             raise InputError(f"weight is {tuple(weight.shape)}; expected a width of 2..{ops.MAX_CONV_WIDTH}")
         if activation not in ("", "silu"):
             raise InputError(f"activation is {shown(activation)}; expected '' or 'silu'")
-        stretches, function = documents.stretches, function_for(op, x, sizes["W"])
+        kernel, options = function_for(op, x, sizes["W"]), {"activation": activation}
 
-    def of_stretch(stretch: Stretch, x: Tensor, halo: Tensor | None) -> Tensor:
-        given = [x, weight] if bias is None else [x, weight, bias]
-        return walk(stretch, given, [True, False, False][: len(given)], halo, compute)[0]
+        def function(x: Tensor, weight: Tensor, bias: Tensor | None = None, **given: Any) -> tuple[Tensor, Tensor]:
+            return kernel(x, weight, bias, **given)
 
-    def compute(given: list[Tensor], seq_idx: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        x, weight, *biases = given
-        bias = biases[0] if biases else None
-        return function(x, weight, bias, seq_idx=seq_idx, initial_state=state, activation=activation)
+        operands = [
+            Operand(name, y, name == "x", 2 if name == "x" else 0) for name, y in tensors.items() if y is not None
+        ]
+        terms = {**_terms(x, documents, sizes), **options}
+        recurrence = Recurrence(op, documents, terms, options, operands, operands[0], function, (), sizes["C"])
+        decided = decide(recurrence, scheme or "states")
 
-    if (chunk := carried()) is not None:
-        given = [x, weight] if bias is None else [x, weight, bias]
-        return chunk.compute(documents, lambda seq_idx, state: compute(given, seq_idx, state))
-    if documents.sequence.world_size == 1 and len(stretches) == 1:
-        return of_stretch(stretches[0], x, None)
-    x, halo_of_stretch = Halos(op, documents, _terms(x, documents, sizes), sizes["W"] - 1).of(x)
-    outs = {
-        stretch.begin: of_stretch(stretch, x[:, stretch.tokens], halo)
-        for stretch, halo in zip(stretches, halo_of_stretch, strict=True)
-    }
-    return torch.cat([outs[begin] for begin in sorted(outs)], dim=1)
+    def of_all(x: Tensor, *weights: Tensor) -> Tensor:
+        stretches = documents.stretches if decided == "states" else ()
+        if decided == "heads" or (documents.sequence.world_size == 1 and len(stretches) == 1):
+            return run(recurrence.of([x, *weights]), decided)
+        x, halo_of_stretch = Halos(op, documents, terms, sizes["W"] - 1).of(x)
+        outs = {
+            stretch.begin: recurrence.compute([x[:, stretch.tokens], *weights], stretch, halo)[0]
+            for stretch, halo in zip(stretches, halo_of_stretch, strict=True)
+        }
+        return torch.cat([outs[begin] for begin in sorted(outs)], dim=1)
+
+    return _run(recurrence, of_all)
 
 
 @_public
@@ -237,10 +242,15 @@ def _recurrence(
             tuple(sizes[letter] for letter in _STATE[op]),
             groups_of_channels(sizes["C"]) if "C" in sizes else sizes["H" if shared else "G"],
         )
-        if (chunk := carried()) is not None:
-            return chunk.compute(documents, functools.partial(recurrence.of_segment, recurrence.tensors))
-        scheme = decide(recurrence, scheme)
-    return run(recurrence, scheme)
+        decided = decide(recurrence, scheme)
+
+    return _run(recurrence, lambda *tensors: run(recurrence.of(tensors), decided))
+
+
+def _run(recurrence: Recurrence, of_all: Callable[..., Tensor]) -> Tensor:
+    """of_all(*tensors of all tokens of this rank), or what it gives on the chunk that a layer runs on now."""
+    chunk = running_chunk()
+    return of_all(*recurrence.tensors) if chunk is None else chunk.compute(recurrence, of_all)
 
 
 # ---- checks -------------------------------------------------------------------------------------
@@ -270,7 +280,7 @@ def _check_tensors(
     op: str, tensors: Mapping[str, Tensor | None], documents: Documents
 ) -> tuple[dict[str, str], dict[str, int]]:
     """Return the dims of each tensor, and the size of each letter. InputError for other tensors than _DIMS says."""
-    sequence, chunk = documents.sequence, carried()
+    sequence, chunk = documents.sequence, running_chunk()
     num_tokens = sequence.local_len if chunk is None else chunk.tokens.stop - chunk.tokens.start
     dims, sizes = {}, {"N": num_tokens}
     first_name = next(iter(_DIMS[op]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -45,9 +45,9 @@ class Recurrence:
     op: str  # a function of kernels.py
     documents: Documents
     terms: Mapping[str, HeaderValue]
-    options: Mapping[str, float]  # of the function
+    options: Mapping[str, HeaderValue]  # of the function
     operands: list[Operand]
-    out: Operand  # a tensor of out's shape and dtype; never read
+    out: Operand  # the first of them: a tensor of out's shape and dtype; never read
     function: Callable[..., tuple[Tensor, Tensor]]  # who computes it, from `function_for`
     state_shape: tuple[int, ...]  # (B, heads, ...)
     num_head_groups: int
@@ -61,6 +61,11 @@ class Recurrence:
     @property
     def tensors(self) -> list[Tensor]:
         return [operand.tensor for operand in self.operands]
+
+    def of(self, tensors: Sequence[Tensor]) -> Recurrence:
+        """Return the same call on other tensors."""
+        operands = [replace(operand, tensor=x) for operand, x in zip(self.operands, tensors, strict=True)]
+        return replace(self, operands=operands, out=operands[0])
 
     def compute(self, given: list[Tensor], stretch: Stretch, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return out and the states that go out, for tensors of the operands of a stretch, of any heads."""

@@ -11,6 +11,10 @@ Two passes, for any mask and any number of ranks:
     forward    A, up to attention: q, k and v of all chunks; attention of all tokens; B: each chunk goes on with its out
     backward   A and attention again; B with gradients, which gives dout; attention's backward; A with gradients
 
+and one more for each further call that mixes tokens, such as a recurrence and its convolution. Between two passes all
+ranks make one call on all their tokens, in the order in which the whole layer makes them: no rank waits for another
+that waits for it.
+
 Shape letters: B batch, S tokens, N tokens of a rank, t tokens of the chunk, H query heads, G kv heads, D head dim,
 Dv value head dim.
 """
@@ -20,10 +24,11 @@ from __future__ import annotations
 import abc
 import contextlib
 import contextvars
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +41,8 @@ from ringtile.attn.backend import Final, Gradients, Running
 from ringtile.attn.call import AttentionCall, AttentionDropout, check_options, check_tensors
 from ringtile.attn.ulysses import Saved
 from ringtile.errors import RefusedError
-from ringtile.recurrent.carried import Carried
+from ringtile.recurrent.carried import Carried, running_on
+from ringtile.recurrent.recurrence import Recurrence
 from ringtile.sequence.rounds import Queries, Round
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.host import HostCopies, to_host
@@ -56,7 +62,11 @@ class Chunk(abc.ABC):
     tokens: slice
     num_tokens: int
     num_calls: int = field(default=0, init=False)  # of attention so far
-    repeats: ClassVar[bool] = False  # what another chunk has run on these tokens, in this pass
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it runs what another chunk has run on these tokens, in this pass."""
+        return False
 
     @contextlib.contextmanager
     def running(self, batch: int) -> Iterator[None]:
@@ -122,7 +132,7 @@ class CausalChunk(Chunk):
 
     @contextlib.contextmanager
     def running(self, batch: int) -> Iterator[None]:
-        with super().running(batch), self.carried.running():
+        with super().running(batch), running_on(self.carried):
             yield
 
     def attend(
@@ -294,19 +304,39 @@ def _chunk_ends(sequence: ShardedSequence, num_tokens: int) -> Tensor:
     return (torch.arange(sequence.seq_len) // num_tokens + 1) * num_tokens
 
 
-# ---- two passes: any mask, any number of ranks --------------------------------------------------
+# ---- a pass up to each call that mixes tokens: any mask, any number of ranks ---------------------
 
 
 @dataclass(eq=False)
-class Whole:
-    """A layer's attention, of all of a rank's tokens: `inputs` q, k, v (B, N, ...), and sinks if there are."""
+class Whole(abc.ABC):
+    """A call that mixes tokens, of all of a rank's: `inputs` (B, N, ...), or such that are not of tokens."""
 
-    inputs: list[Tensor] = field(default_factory=list)
-    call_of: Callable[..., AttentionCall] = field(init=False)  # of these
+    inputs: list[Tensor]
+    has_tokens: Sequence[bool]
+
+    def put(self, tokens: slice, of_chunk: Sequence[Tensor]) -> None:
+        """Fill in the inputs of a chunk."""
+        for held, x, of_tokens in zip(self.inputs, of_chunk, self.has_tokens, strict=True):
+            if of_tokens:
+                held[:, tokens] = x
+
+    @abc.abstractmethod
+    def forward(self, copies: HostCopies | None = None, tokens: int = 0) -> Tensor:
+        """out (B, N, ...). copies: that of attention goes to host memory, and in a ring q too, which the backward takes
+        in chunks of so many tokens."""
+
+    @abc.abstractmethod
+    def backward(self, dout: Tensor) -> list[Tensor | None]:
+        """The gradients of the inputs."""
+
+
+@dataclass(eq=False)
+class WholeAttention(Whole):
+    """inputs: q, k, v, and sinks if there are."""
+
+    call_of: Callable[..., AttentionCall]  # of these
 
     def forward(self, copies: HostCopies | None = None, tokens: int = 0) -> Tensor:
-        """out (B, N, H, Dv). copies: it goes to host memory, and in a ring q too, which the backward takes in chunks of
-        so many tokens."""
         call, (q, k, v) = self.call_of(*self.inputs), self.inputs[:3]
         call = call._replace(sequence=call.sequence.resolved(call.shape))
         out, saved, self._called = forward(call, q, k, v)
@@ -319,9 +349,21 @@ class Whole:
         self._call, self._saved, self.inputs = call, saved, self.inputs[3:]
         return out
 
-    def backward(self, dout: Tensor) -> list[Tensor]:
-        """The gradients of the inputs."""
-        return [x for x in backward(self._call, self._saved, dout, *self.inputs, **self._called) if x is not None]
+    def backward(self, dout: Tensor) -> list[Tensor | None]:
+        found = backward(self._call, self._saved, dout, *self.inputs, **self._called)
+        return list(found[: len(self.has_tokens)])
+
+
+@dataclass(eq=False)
+class WholeRecurrence(Whole):
+    call: Callable[..., Tensor]
+
+    def forward(self, copies: HostCopies | None = None, tokens: int = 0) -> Tensor:
+        self._out = self.call(*(x.requires_grad_() for x in self.inputs))
+        return self._out.detach()
+
+    def backward(self, dout: Tensor) -> list[Tensor | None]:
+        return list(torch.autograd.grad(self._out, self.inputs, dout, allow_unused=True))
 
 
 def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved, dict[str, Any]]:
@@ -340,43 +382,54 @@ def backward(
 
 
 @dataclass(eq=False)
-class RecordingChunk(Chunk):
-    """Runs up to attention, whose inputs it leaves in `whole`; without one in `made`, with their graph."""
+class PassChunk(Chunk):
+    """Takes what the first calls that mix tokens gave, and ends at the next, whose inputs it leaves in `found`; without
+    that in `made`, with their graph. taken: (B, t, ...), of the chunk."""
 
-    whole: Whole | None = None
+    taken: list[Tensor]
+    found: list[Whole] | None = None  # empty in the first chunk
     made: list[Tensor] = field(default_factory=list)
+
+    @property
+    def repeats(self) -> bool:
+        return bool(self.taken)
+
+    @contextlib.contextmanager
+    def running(self, batch: int) -> Iterator[None]:
+        with super().running(batch), running_on(self):
+            yield
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, sequence: ShardedSequence, *, sinks: Tensor | None = None, **options: Any
     ) -> Tensor:
         self._check(q, k, sequence)
-        self.num_calls += 1
-        of_sinks = [] if sinks is None else [sinks]
-        if (whole := self.whole) is None:
-            self.made = [q, k, v, *of_sinks]
-            raise EndedError
-        if not whole.inputs:
-            whole.inputs = [x.new_empty(x.size(0), self.num_tokens, *x.shape[2:]) for x in (q, k, v)]
-            whole.inputs += [x.detach() for x in of_sinks]
-            whole.call_of = lambda q, k, v, sinks=None: _call_of(q, k, v, sequence, sinks, **options)
-        for held, x in zip(whole.inputs, (q, k, v), strict=False):
-            held[:, self.tokens] = x
-        raise EndedError
 
+        def call_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> AttentionCall:
+            return _call_of(q, k, v, sequence, sinks, **options)
 
-@dataclass(eq=False)
-class TakingChunk(Chunk):
-    """Goes on with what attention gave. out: (B, t, H, Dv), of the chunk."""
+        inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
+        return self._take(
+            inputs, [True, True, True, False][: len(inputs)], functools.partial(WholeAttention, call_of=call_of)
+        )
 
-    out: Tensor
-    repeats = True
+    def compute(self, recurrence: Recurrence, of_all: Callable[..., Tensor]) -> Tensor:
+        has_tokens = [operand.tokens for operand in recurrence.operands]
+        return self._take(recurrence.tensors, has_tokens, functools.partial(WholeRecurrence, call=of_all))
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sequence: ShardedSequence, *, sinks: Tensor | None = None, **options: Any
+    def _take(
+        self, inputs: list[Tensor], has_tokens: Sequence[bool], whole: Callable[[list[Tensor], Sequence[bool]], Whole]
     ) -> Tensor:
-        self.num_calls += 1
-        if self.num_calls > 1:
-            raise RefusedError(
-                f"a layer attends {self.num_calls} times, which takes one rank and a causal mask: {WHOLE}"
-            )
-        return self.out
+        number, self.num_calls = self.num_calls, self.num_calls + 1
+        if number < len(self.taken):
+            return self.taken[number]
+        if self.found is None:
+            self.made = inputs
+            raise EndedError
+        if not self.found:
+            of_all = [
+                x.new_empty(x.size(0), self.num_tokens, *x.shape[2:]) if of_tokens else x.detach()
+                for x, of_tokens in zip(inputs, has_tokens, strict=True)
+            ]
+            self.found.append(whole(of_all, has_tokens))
+        self.found[0].put(self.tokens, inputs)
+        raise EndedError

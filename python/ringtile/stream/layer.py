@@ -28,8 +28,7 @@ from ringtile.stream.attend import (
     EndedError,
     Keys,
     LoneChunk,
-    RecordingChunk,
-    TakingChunk,
+    PassChunk,
     Whole,
 )
 from ringtile.tiled.host import HostCopies, HostTensor, Reader, Writer, empty_like, in_order
@@ -82,7 +81,7 @@ def run_chunks(
 
     RefusedError: an output is none of these, the layer does not attend, or attends a later chunk in one pass.
     """
-    kind = _OnePass if one_pass else _TwoPasses
+    kind = _OnePass if one_pass else _Passes
     return run(name, kind(name, Replay(module, forward, x), x, rest, tokens, inside, copies), x)
 
 
@@ -172,7 +171,7 @@ class _Chunks(abc.ABC):
         if (state := self.random_states.get(tokens.start)) is not None:
             state.restore()
 
-    def _end_at_attention(self, call: Callable[..., Any], chunk: Chunk, x: Tensor, inputs: dict[int, Tensor]) -> None:
+    def _end_at_call(self, call: Callable[..., Any], chunk: Chunk, x: Tensor, inputs: dict[int, Tensor]) -> None:
         args, kwargs = self.rest.on(chunk.tokens, inputs)
         with contextlib.suppress(EndedError), chunk.running(self.batch):
             call(x.clone(), *args, **kwargs)
@@ -234,7 +233,7 @@ class _Chunks(abc.ABC):
         self, chunk: Chunk, again: Again, x: Tensor, douts: Sequence[Reader | None], grads: _Grads
     ) -> list[Tensor | None]:
         """Runs a chunk again and differentiates it. Returns the gradients of what it takes besides: the states of
-        recurrences, or in two passes attention's out."""
+        recurrences, or in several passes what calls gave."""
         leaves, tokens = self._inputs(chunk.tokens, x, grads), chunk.tokens
         args, kwargs = self.rest.on(tokens, leaves[1])
         with chunk.running(self.batch):
@@ -242,8 +241,8 @@ class _Chunks(abc.ABC):
         of_chunk = [None if dout is None else dout.take(tokens) for dout in douts]
         rows = self._rows(result, tokens)
         taken: Sequence[Tensor] = ()
-        if isinstance(chunk, TakingChunk):
-            taken = [chunk.out]
+        if isinstance(chunk, PassChunk):
+            taken = chunk.taken
         elif isinstance(chunk, CausalChunk):
             taken = chunk.carried.before
             if grads.dstates:  # none of the last chunk
@@ -319,7 +318,7 @@ class _OnePass(_Chunks):
             for tokens in tiles(self.seq_len, self.tokens) if self.num_calls else ():
                 self._restore(tokens)
                 chunk = CausalChunk(tokens, self.seq_len, "keys", keys, self._carried(tokens), self.num_calls)
-                self._end_at_attention(again, chunk, read.take(tokens), {})
+                self._end_at_call(again, chunk, read.take(tokens), {})
         last = (self.seq_len - 1) // self.tokens * self.tokens
         read, douts = Reader(x, self.order[::-1]), grads.readers(self.order[::-1])
         for reverse in tiles(self.seq_len, self.tokens):
@@ -330,64 +329,102 @@ class _OnePass(_Chunks):
             grads.dstates = self._backward_chunk(chunk, again, read.take(tokens), douts, grads)
 
 
-class _TwoPasses(_Chunks):
+class _Passes(_Chunks):
     """Any mask, and ranks that share the sequence."""
 
-    def _forward(self, x: Tensor, outputs: list[Writer | None]) -> bool:
-        before = random_states()
-        whole, is_tuple = self._whole(self.replay.call, x), False
-        if drawn_since(before):  # pass B would draw others
-            raise RefusedError(f"{self.name} draws random numbers before its attention: {WHOLE}")
-        out = whole.forward()
-        del whole
-        read = Reader(x, self.order)
-        for tokens in tiles(self.seq_len, self.tokens):
-            self.random_states[tokens.start] = RandomState(x)
-            is_tuple = self._run(TakingChunk(tokens, self.seq_len, out[:, tokens]), read.take(tokens), outputs)
-        return is_tuple
+    num_calls = 0  # that mix tokens
 
-    def _whole(self, call: Callable[..., Any], x: Tensor) -> Whole:
-        """The inputs of attention: pass A without gradients."""
-        whole, read = Whole(), Reader(x, self.order)
-        with torch.no_grad():
+    def _forward(self, x: Tensor, outputs: list[Writer | None]) -> bool:
+        before, outs, is_tuple = random_states(), list[Tensor](), False
+        while True:
+            found, read = list[Whole](), Reader(x, self.order)
             for tokens in tiles(self.seq_len, self.tokens):
-                self._end_at_attention(call, RecordingChunk(tokens, self.seq_len, whole), read.take(tokens), {})
-        return whole
+                self.random_states[tokens.start] = RandomState(x)
+                chunk = PassChunk(tokens, self.seq_len, [out[:, tokens] for out in outs], found)
+                with contextlib.suppress(EndedError):
+                    is_tuple = self._run(chunk, read.take(tokens), outputs)
+                if (found and outputs) or chunk.num_calls < len(outs):
+                    raise self._refused(tokens, chunk.num_calls)
+            if not found:
+                self.num_calls = len(outs)
+                return is_tuple
+            if drawn_since(before):  # the next pass would draw others
+                raise RefusedError(f"{self.name} draws random numbers before its attention: {WHOLE}")
+            outs.append(found[0].forward())
+            del found, chunk
 
     def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
-        whole = self._whole(again, x)
-        out = whole.forward(self.copies, self.tokens)
-        dout, of_chunks = Writer(empty_like(out)), Reader(out, self.order)
-        read, douts = Reader(x, self.order), grads.readers(self.order)
-        for tokens in tiles(self.seq_len, self.tokens):
-            self._restore(tokens)
-            chunk = TakingChunk(tokens, self.seq_len, of_chunks.take(tokens).detach().requires_grad_())
-            (found,) = self._backward_chunk(chunk, again, read.take(tokens), douts, grads)
-            dout.put(tokens, torch.zeros_like(chunk.out) if found is None else found)
-        del out, of_chunks, chunk, found
-        of_inputs, read = whole.backward(dout.close()), Reader(x, self.order)
-        del whole, dout
-        so_far = None if grads.dx is None else Reader(grads.dx.close(), self.order)
-        of_tokens = [Reader(y, self.order) for y in of_inputs[:3]]
-        for tokens in tiles(self.seq_len, self.tokens):
-            before = None if so_far is None else so_far.take(tokens)
-            of_chunk: list[Tensor | None] = [y.take(tokens) for y in of_tokens]
-            of_chunk += [y if tokens.start == 0 else None for y in of_inputs[3:]]  # of sinks
-            self._before_attention(tokens, of_chunk, again, read.take(tokens), before, grads)
+        wholes, outs = list[Whole](), list[Tensor]()
+        for _ in range(self.num_calls):
+            wholes.append(self._whole(again, x, outs))
+            outs.append(wholes[-1].forward(self.copies, self.tokens))
+        douts = [Writer(empty_like(out)) for out in outs]
+        self._backward_pass(again, x, outs, douts, grads, None, ())
+        while wholes:
+            of_inputs, has_tokens = wholes[-1].backward(douts.pop().close()), wholes.pop().has_tokens
+            outs.pop()
+            self._backward_pass(again, x, outs, douts, grads, of_inputs, has_tokens)
 
-    def _before_attention(
+    def _whole(self, again: Again, x: Tensor, outs: list[Tensor]) -> Whole:
+        """The next call: a pass without gradients."""
+        found, read, taken = list[Whole](), Reader(x, self.order), [Reader(out, self.order) for out in outs]
+        with torch.no_grad():
+            for tokens in tiles(self.seq_len, self.tokens):
+                chunk = PassChunk(tokens, self.seq_len, [out.take(tokens) for out in taken], found)
+                self._end_at_call(again, chunk, read.take(tokens), {})
+        return found[0]
+
+    def _backward_pass(
         self,
-        tokens: slice,
+        again: Again,
+        x: Tensor,
+        outs: list[Tensor],
+        douts: list[Writer],
+        grads: _Grads,
+        of_inputs: list[Tensor | None] | None,
+        has_tokens: Sequence[bool],
+    ) -> None:
+        """A pass with gradients: of_inputs are those of the call at which it ends; None: it is the last pass."""
+        read, taken = Reader(x, self.order), [Reader(out, self.order) for out in outs]
+        of_layer = grads.readers(self.order) if of_inputs is None else []
+        so_far = [Reader(dout.close(), self.order) for dout in douts] if of_inputs is not None else []
+        of_x = None if of_inputs is None or grads.dx is None else Reader(grads.dx.close(), self.order)
+        of_call = [
+            Reader(y, self.order) if y is not None and of_tokens else y
+            for y, of_tokens in zip(of_inputs or (), has_tokens, strict=True)
+        ]
+        for tokens in tiles(self.seq_len, self.tokens):
+            chunk = PassChunk(tokens, self.seq_len, [y.take(tokens).detach().requires_grad_() for y in taken])
+            if of_inputs is None:
+                self._restore(tokens)
+                found = self._backward_chunk(chunk, again, read.take(tokens), of_layer, grads)
+            else:
+                of_chunk = [
+                    y.take(tokens) if isinstance(y, Reader) else y if tokens.start == 0 else None for y in of_call
+                ]
+                before = None if of_x is None else of_x.take(tokens)
+                found = self._backward_to_call(chunk, of_chunk, again, read.take(tokens), before, grads)
+            for index, dout in enumerate(douts):
+                dtaken = found[index]
+                if so_far:
+                    earlier = so_far[index].take(tokens)
+                    dtaken = earlier if dtaken is None else earlier + dtaken
+                dout.put(tokens, torch.zeros_like(chunk.taken[index]) if dtaken is None else dtaken)
+            del chunk, found
+
+    def _backward_to_call(
+        self,
+        chunk: PassChunk,
         of_chunk: Sequence[Tensor | None],
         again: Again,
         x: Tensor,
         before: Tensor | None,
         grads: _Grads,
-    ) -> None:
-        """Pass A of a chunk. of_chunk: the gradients of attention's q, k and v, and of its sinks."""
-        leaves, chunk = self._inputs(tokens, x, grads), RecordingChunk(tokens, self.seq_len)
-        self._end_at_attention(again, chunk, leaves[0], leaves[1])
-        self._differentiate(again, chunk.made, of_chunk, tokens, leaves, grads, before=before)
+    ) -> list[Tensor | None]:
+        """A chunk up to its next call. of_chunk: the gradients of what that takes."""
+        leaves = self._inputs(chunk.tokens, x, grads)
+        self._end_at_call(again, chunk, leaves[0], leaves[1])
+        return self._differentiate(again, chunk.made, of_chunk, chunk.tokens, leaves, grads, chunk.taken, before)
 
 
 @dataclass(eq=False)

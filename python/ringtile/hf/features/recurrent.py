@@ -129,6 +129,20 @@ def _sequence(state: Any = None) -> ShardedSequence:
     return batch.sequence
 
 
+def _scheme(sequence: ShardedSequence, num_head_groups: int) -> str | None:
+    """Return the scheme whose bits are those of any number of ranks, if the batch's shall be. RefusedError: ranks would
+    share heads, whose gradients they then add."""
+    batch, ranks = active_batch(), sequence.world_size
+    if batch is None or batch.chunk_tokens is None or ranks == 1:
+        return None
+    if ranks > num_head_groups:
+        raise RefusedError(
+            f"reproducible: a recurrence of {num_head_groups} heads or groups of heads, some of which {ranks} ranks "
+            f"would share; expected context_parallel_size of at most {num_head_groups}, so that nothing is added"
+        )
+    return "heads"
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.to(ops.state_dtype(x.dtype))
 
@@ -151,7 +165,9 @@ def _causal_conv1d_fn(
     """hidden_states (B, C, N) -> (B, C, N)."""
     known = "silu" if activation in ("silu", "swish") else ""
     x = hidden_states.transpose(1, 2)
-    y: Tensor = causal_conv1d(x, weight, _sequence(initial_states), bias=bias, activation=known).transpose(1, 2)
+    sequence = _sequence(initial_states)
+    scheme = _scheme(sequence, x.size(2))
+    y: Tensor = causal_conv1d(x, weight, sequence, bias=bias, activation=known, scheme=scheme).transpose(1, 2)
     return y if known or activation is None else ACT2FN[activation](y)
 
 
@@ -170,7 +186,8 @@ def _gated_delta_rule(
     q, k, v = (_multiplied(x) for x in (query, key, value))
     if use_qk_l2norm_in_kernel:  # with an epsilon under the root, as in fla, and not as functional.normalize
         q, k = (_normalized(x).to(x.dtype) for x in (q, k))
-    return gated_delta_rule(q, k, v, _wide(g), _wide(beta), sequence).to(value.dtype), None
+    out = gated_delta_rule(q, k, v, _wide(g), _wide(beta), sequence, scheme=_scheme(sequence, q.size(2)))
+    return out.to(value.dtype), None
 
 
 def _normalized(x: Tensor) -> Tensor:
@@ -201,7 +218,8 @@ def _mamba2_chunk_scan(
     dt = dt if dt_bias is None else dt + _wide(dt_bias)
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     x, B, C = (_multiplied(x) for x in (hidden_states, B, C))
-    y: Tensor = ssd(x, dt, _wide(A), B, C, sequence, D=None if D is None else _wide(D))
+    scheme = _scheme(sequence, B.size(2))
+    y: Tensor = ssd(x, dt, _wide(A), B, C, sequence, D=None if D is None else _wide(D), scheme=scheme)
     return y
 
 
@@ -219,10 +237,12 @@ def _mamba_selective_scan(
 ) -> Tensor:
     """hidden_states, dt, z (B, C, N), A (C, K), B, C (B, K, N), D, delta_bias (C) -> (B, C, N)."""
     sequence = _sequence(return_last_state)
+    scheme = _scheme(sequence, 1)  # all channels share B and C
     x, dt, B, C = (_wide(y).transpose(1, 2) for y in (hidden_states, dt, B, C))
     dt = dt if delta_bias is None else dt + _wide(delta_bias)
     dt = functional.softplus(dt) if delta_softplus else dt
-    y: Tensor = selective_scan(x, dt, _wide(A), B, C, sequence, D=None if D is None else _wide(D)).transpose(1, 2)
+    D = None if D is None else _wide(D)
+    y: Tensor = selective_scan(x, dt, _wide(A), B, C, sequence, D=D, scheme=scheme).transpose(1, 2)
     return (y if z is None else y * functional.silu(_wide(z))).to(hidden_states.dtype)
 
 
@@ -231,7 +251,8 @@ def _lightning_attention(mixer: Any, hidden_states: Tensor, *args: Any, **kwargs
     num_heads, dim = mixer.num_attention_heads, mixer.head_dim
     qkv = mixer.act_fn(mixer.qkv_proj(hidden_states)).unflatten(-1, (num_heads, 3 * dim))
     q, k, v = (_multiplied(x) for x in qkv.split(dim, dim=3))
-    out = ssd(v, torch.ones_like(v[..., 0]), -_wide(mixer.slope_rate).flatten(), k, q, _sequence())
+    scheme = _scheme(sequence := _sequence(), k.size(2))
+    out = ssd(v, torch.ones_like(v[..., 0]), -_wide(mixer.slope_rate).flatten(), k, q, sequence, scheme=scheme)
     out = mixer.norm(out.flatten(2).to(hidden_states.dtype))
     return mixer.out_proj(functional.sigmoid(mixer.output_gate(hidden_states)) * out), None
 

@@ -85,8 +85,7 @@ def install_stream(trainer: Trainer, base: PreTrainedModel, config: Config, patc
         )
     if getattr(trainer.args, CHECKPOINTING) and trainer.args.process_index == 0:
         logger.info(f"stream: {CHECKPOINTING} has no effect on streamed layers, which run again in the backward anyway")
-    # Of fixed chunks there are two passes.
-    install(base, config.tile_tokens, patches, carries=config.context_parallel_size == 1 and not config.reproducible)
+    install(base, config.tile_tokens, patches, recurs=True)
 
 
 def _stream(model: nn.Module, stream_tokens: int, patches: Patches) -> None:
@@ -102,13 +101,13 @@ def _stream(model: nn.Module, stream_tokens: int, patches: Patches) -> None:
         raise RefusedError(f"{type(base).__name__} does not attend through transformers' AttentionInterface: {WHOLE}")
 
 
-def install(base: PreTrainedModel, stream_tokens: int, patches: Patches, *, carries: bool = False) -> None:
-    """Replaces the forward of each layer by one that runs on chunks. carries: recurrent layers are ringtile's
-    (features/recurrent.py), on one rank, so that their states go on from chunk to chunk."""
+def install(base: PreTrainedModel, stream_tokens: int, patches: Patches, *, recurs: bool = False) -> None:
+    """Replaces the forward of each layer by one that runs on chunks. recurs: recurrent layers call ringtile's functions
+    (features/recurrent.py)."""
     if isinstance(stream_tokens, bool) or not isinstance(stream_tokens, int) or stream_tokens < 1:
         raise InputError(f"stream_tokens is {shown(stream_tokens)}, expected a whole number of tokens, at least 1")
     layers = find_layers(base)
-    _check(base, layers, carries)
+    _check(base, layers, recurs)
     for name, layer in layers.items():
         gather_as_one(layer, patches)
         forward = _StreamedLayer(name, own_forward(name, layer), stream_tokens)
@@ -159,7 +158,7 @@ def _is_plain(embedding: nn.Module) -> bool:
     )
 
 
-def _check(base: PreTrainedModel, layers: dict[str, nn.Module], carries: bool) -> None:
+def _check(base: PreTrainedModel, layers: dict[str, nn.Module], recurs: bool) -> None:
     """RefusedError, naming the layer, for what shows before it runs."""
     model, config = type(base).__name__, base.config.get_text_config()
     if not layers:
@@ -171,10 +170,10 @@ def _check(base: PreTrainedModel, layers: dict[str, nn.Module], carries: bool) -
     for name, layer in layers.items():
         for path, part in layer.named_modules():
             kind = type(part).__name__
-            if (kind in MIXERS and not carries) or kind in UNKNOWN_RECURRENCES:
+            if (kind in MIXERS and not recurs) or kind in UNKNOWN_RECURRENCES:
                 raise RefusedError(
                     f"{name}.{path} is a {kind}, whose state goes on from chunk to chunk, which ringtile's recurrences "
-                    f"do on one rank of a Trainer: {WHOLE}"
+                    f"do in a Trainer: {WHOLE}"
                 )
             if "Indexer" in kind:
                 raise RefusedError(f"{name}.{path} ({kind}) picks keys by all tokens of the sequence: {WHOLE}")
