@@ -78,10 +78,10 @@ def gradients(
     around a refusal of which other ranks are to hear.
     """
     check_once(f"the backward of {op}", *inputs)
+    if not torch.is_grad_enabled():  # autograd: create_graph=False
+        return tuple(compute())
     with torch.no_grad():
         grads = tuple(compute())
-    if not torch.is_grad_enabled():  # autograd: create_graph=False
-        return grads
     return _Refusing.apply(op, propagate_errors, len(grads), *grads, *inputs)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -74,12 +74,12 @@ def backward(
     keys, first = Keys(k, v, call.sequence, rounds), rounds[0].planned
     # Whether round 0 writes all of dk and dv.
     fresh = first.in_place and first.num_keys == k.size(1) and again is None
-    dk, dv = ((x.new_empty if fresh else x.new_zeros)(x.shape, dtype=state) for x in (k, v))
+    dk, dv = (_room(x, state, zeros=not fresh) for x in (k, v))
     rounded: tuple[Tensor, Tensor] | None = None
     waiting = _Waiting(q, final, state) if isinstance(q, HostTensor) else None
     if rounds_keys and fresh and len(rounds) == 1 and state != k.dtype and waiting is None:
-        rounded = k.new_empty(k.shape), v.new_empty(v.shape)
-    dq = q.new_zeros(q.shape if waiting is None else 0, dtype=state)
+        rounded = _room(k, k.dtype), _room(v, v.dtype)
+    dq = q.new_zeros(0, dtype=state) if isinstance(q, HostTensor) else _room(q, state, zeros=True)
     if choose.agrees(call, q, backward=True):
         grads = Gradients(dq, dk, dv, fresh=fresh)
         if waiting is None:
@@ -168,8 +168,8 @@ def _through(
     k, v = (x.detach().requires_grad_() for x in (k, v))
     keys = call.keys_of(q, k, v, again)
     fresh = round.planned.num_keys == k.size(1)
-    dk, dv = ((x.new_empty if fresh else x.new_zeros)(x.shape, dtype=dq.dtype) for x in keys)
-    rounded = (k.new_empty(dk.shape), k.new_empty(dv.shape)) if fresh and dq.dtype != k.dtype else None
+    dk, dv = (_room(x, dq.dtype, zeros=not fresh) for x in keys)
+    rounded = (_room(dk, k.dtype), _room(dv, k.dtype)) if fresh and dq.dtype != k.dtype else None
     grads = Gradients(dq, dk, dv, fresh=fresh, rounded=rounded)
     choose.backward(call, round, q, keys[0].detach(), keys[1].detach(), final, grads)
     douts = rounded or (dk.to(k.dtype), dv.to(k.dtype))
@@ -189,11 +189,17 @@ def sink_gradient(sinks: Tensor, final: Final) -> Tensor:
 
 def empty_outputs(q: Tensor, v_head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """out (B, N, H, Dv) of dtype; lse (B, H, N) in float64, because float32 would lose a few ulp of every weight."""
-    batch, num_queries, num_heads, _ = q.shape
-    return (
-        q.new_empty((batch, num_queries, num_heads, v_head_dim), dtype=dtype),
-        q.new_empty((batch, num_heads, num_queries), dtype=torch.float64),
-    )
+    batch, num_queries, num_heads, head_dim = q.shape
+    lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float64)
+    if v_head_dim == head_dim:
+        return _room(q, dtype), lse
+    return q.new_empty(batch, num_queries, num_heads, v_head_dim, dtype=dtype), lse
+
+
+def _room(x: Tensor, dtype: torch.dtype, *, zeros: bool = False) -> Tensor:
+    """Return a contiguous tensor of x's shape. Half of what new_empty takes of the time of a small call."""
+    like = torch.zeros_like if zeros else torch.empty_like
+    return like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 # ---- what travels -------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ Dv value head dim, h and g heads of a share.
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -28,7 +27,7 @@ from ringtile.attn.call import AttentionCall, ExpandAgain
 from ringtile.scheme import Share
 from ringtile.sequence.heads import HeadGroup
 from ringtile.transport.agreement import HeaderValue
-from ringtile.transport.transport import Transport
+from ringtile.transport.transport import ALONE, Transport
 
 
 class Saved(NamedTuple):
@@ -190,9 +189,6 @@ def _summed(share: Share, *gradients: Tensor) -> list[Tensor]:
 # ---- before anything is sent --------------------------------------------------------------------
 
 
-_ALONE = contextlib.nullcontext()
-
-
 def _agreed(
     direction: Literal["forward", "backward"],
     call: AttentionCall,
@@ -203,7 +199,7 @@ def _agreed(
     """Agree with the other ranks on all that must be the same, if there are others and this rank can compute."""
     sequence, shape, transport = call.sequence, call.shape, call.sequence.transport
     if transport.world_size == 1:
-        return _ALONE
+        return ALONE
     op = f"ring_attention {direction}"
     choose.check(call, q, takes_dlse=takes_dlse, backward=direction == "backward")
     layout_digest, mask_digest = sequence.digests

@@ -29,6 +29,8 @@ from ringtile.errors import InputError, PeerLostError, RefusedError, RingMismatc
 from ringtile.transport.agreement import FIRST_PAYLOAD_TAG, Headers, HeaderValue, PeerGoneError, Terms, in_header
 from ringtile.transport.failures import FailureDetector, Loss
 
+ALONE = contextlib.nullcontext()  # of one rank, which has nobody to agree with or to tell
+
 
 class Work(Protocol):
     """A message under way, sent or to be received. wait() raises RuntimeError when the peer is gone."""
@@ -273,9 +275,12 @@ class Transport(abc.ABC):
         with contextlib.suppress(RingtileError), self._numbered(said):
             self._send_header(Terms(said, "cpu", {}).header(self.num_calls), refused=True)
 
-    @contextlib.contextmanager
-    def propagate_errors(self, op: str) -> Iterator[None]:
+    def propagate_errors(self, op: str) -> contextlib.AbstractContextManager[None]:
         """Tell the others of any error in the body, which is what a call of op does before its first message."""
+        return ALONE if self.world_size == 1 else self._telling(op)
+
+    @contextlib.contextmanager
+    def _telling(self, op: str) -> Iterator[None]:
         try:
             yield
         except (RingMismatchError, PeerLostError):  # which the others have too
