@@ -14,20 +14,18 @@ message.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ringtile import ops
 from ringtile.attn import choose
 from ringtile.attn.backend import Final, Gradients, Running
 from ringtile.attn.call import AttentionCall, ExpandAgain
 from ringtile.sequence.plan import Transfer
-from ringtile.sequence.rounds import Queries, Round
+from ringtile.sequence.rounds import Round
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.host import HostTensor, Reader, Writer, in_order
 from ringtile.tiled.tiles import tiles
@@ -137,26 +135,12 @@ class _Waiting:
             dq = of_chunk.new_zeros(of_chunk.shape, dtype=grads.dk.dtype) if self._is_first else sums.take(tokens)
             fresh = grads.fresh and tokens.start == 0
             of_round = Gradients(dq, grads.dk, grads.dv, fresh=fresh)
-            choose.backward(call, _round_of(round, tokens), of_chunk, k, v, final, of_round, settles=settles)
+            choose.backward(call, round.of_queries(tokens), of_chunk, k, v, final, of_round, settles=settles)
             if settles:
                 return
             write.put(tokens, dq.to(self.q.dtype) if is_last else dq)
         write.close()
         self._is_first = False
-
-
-_chunks: weakref.WeakKeyDictionary[Round, dict[tuple[int, int], Round]] = weakref.WeakKeyDictionary()
-
-
-def _round_of(round: Round, tokens: slice) -> Round:
-    """The round of some of the queries."""
-    of_round, key = _chunks.setdefault(round, {}), (tokens.start, tokens.stop)
-    if key not in of_round:
-        of = round.queries
-        with _disable_current_modes():  # of fake tensors: masks are real
-            bounds = (x[..., tokens].contiguous() for x in (of.begin, of.end, of.positions))
-            of_round[key] = Round(Queries(of.device, *bounds), round.k_runs, round.key_bounds, round.planned)
-    return of_round[key]
 
 
 def _through(

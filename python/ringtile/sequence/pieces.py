@@ -133,13 +133,8 @@ def packs(pieces: Sequence[Sequence[Piece]], batch: int, num_queries: int, num_k
     for row in range(batch):
         for piece in pieces[row if len(pieces) > 1 else 0]:
             left = piece.num_keys - piece.num_queries if piece.drops else -1
-            queries, keys = (
-                range(row * total + begin, row * total + end)
-                for total, begin, end in (
-                    (num_queries, piece.q_begin, piece.q_end),
-                    (num_keys, piece.k_begin, piece.k_end),
-                )
-            )
+            queries = range(row * num_queries + piece.q_begin, row * num_queries + piece.q_end)
+            keys = range(row * num_keys + piece.k_begin, row * num_keys + piece.k_end)
             of_kind = groups.setdefault((left, 0 if piece.gains else -1), [])
             for group in of_kind:
                 if group[-1][1].stop <= keys.start and group[-1][0].stop <= queries.start:
@@ -151,18 +146,9 @@ def packs(pieces: Sequence[Sequence[Piece]], batch: int, num_queries: int, num_k
     for (left, right), of_kind in groups.items():
         for group in of_kind:
             of_queries, of_keys = ([pair[side] for pair in group] for side in (0, 1))
-            found.append(
-                Pack(
-                    left,
-                    right,
-                    _rows(of_queries),
-                    _rows(of_keys),
-                    _offsets(of_queries),
-                    _offsets(of_keys),
-                    max(map(len, of_queries)),
-                    max(map(len, of_keys)),
-                )
-            )
+            rows, offsets = (_rows(of_queries), _rows(of_keys)), (_offsets(of_queries), _offsets(of_keys))
+            longest = max(map(len, of_queries)), max(map(len, of_keys))
+            found.append(Pack(left, right, *rows, *offsets, *longest))
     return tuple(found)
 
 

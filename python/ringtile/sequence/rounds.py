@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ringtile import ops
 from ringtile.errors import RefusedError
@@ -110,6 +111,7 @@ class Round:
         self._key_bounds = DeviceMask(queries.device, *key_bounds)
         self._tables: dict[Transfer, DeviceMask] = {}
         self._packs: dict[tuple[int, int, int], tuple[tuple[Pack, ...], DeviceMask]] = {}
+        self._chunks: dict[tuple[int, int], Round] = {}
         self.able: dict[object, Any] = {}
 
     @classmethod
@@ -117,6 +119,16 @@ class Round:
         """Return those of a plan that are not idle."""
         queries = Queries(device, plan.begin, plan.end, plan.positions)
         return tuple(cls(queries, each.k_runs, each.key_bounds, each) for each in plan.busy_rounds)
+
+    def of_queries(self, tokens: slice) -> Round:
+        """Return the round of some of the queries."""
+        key = tokens.start, tokens.stop
+        if key not in self._chunks:
+            of = self.queries
+            with _disable_current_modes():  # of fake tensors: masks are real
+                bounds = (x[..., tokens].contiguous() for x in (of.begin, of.end, of.positions))
+                self._chunks[key] = Round(Queries(of.device, *bounds), self.k_runs, self.key_bounds, self._planned)
+        return self._chunks[key]
 
     @property
     def planned(self) -> PlannedRound:
