@@ -353,21 +353,20 @@ def _shard_seq(x: Tensor, runs: list[int], dim: int, size: int, is_gradient: boo
     """Return the tokens in the runs; or the adjoint: x's, where the runs say, and 0. size: of the result in dim."""
     of_runs = runs_tensor([runs])
     if is_gradient:
-        whole = x.new_zeros(_resized(x, dim, size))
-        rows_unpack_([whole], of_runs, dim, [x])
+        rows_unpack_([whole := resized(x, dim, size).zero_()], of_runs, dim, [x])
         return whole
-    y = x.new_empty(_resized(x, dim, size))
-    rows_pack_([x], of_runs, dim, [y])
+    rows_pack_([x], of_runs, dim, [y := resized(x, dim, size)])
     return y
 
 
-def _resized(x: Tensor, dim: int, size: int) -> list[int]:
-    return [*x.shape[:dim], size, *x.shape[dim + 1 :]]
+def resized(x: Tensor, dim: int, size: int) -> Tensor:
+    """Return an uninitialized tensor like x, of another size in dim."""
+    return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
 
 
 @_shard_seq.register_fake
 def _(x: Tensor, runs: list[int], dim: int, size: int, is_gradient: bool) -> Tensor:
-    return x.new_empty(_resized(x, dim, size))
+    return resized(x, dim, size)
 
 
 def _shard_seq_setup(ctx: Any, inputs: tuple[Tensor, list[int], int, int, bool], output: Tensor) -> None:

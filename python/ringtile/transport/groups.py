@@ -289,12 +289,12 @@ def unshard_op(x: Tensor, layout: Tensor, dim: int, size: int, is_gradient: bool
     }
     with transport.agree(op, terms, x.device):
         if is_gradient:
-            sends = [_resized(x, dim, num) for num in lens]
+            sends = [ops.resized(x, dim, num) for num in lens]
             for shard, of_rank in zip(sends, runs, strict=True):
                 ops.rows_pack_([x], of_rank, dim, [shard])
         else:
             sends = [x.contiguous()] * len(ranks)
-        shards = [_resized(x, dim, lens[rank if is_gradient else peer]) for peer in ranks if peer != rank]
+        shards = [ops.resized(x, dim, lens[rank if is_gradient else peer]) for peer in ranks if peer != rank]
         shards.insert(rank, sends[rank])
         # As bytes, because gloo does not know every dtype. Flat: a tensor without numbers is contiguous whatever its
         # strides, and no bytes if the last is not 1.
@@ -304,7 +304,7 @@ def unshard_op(x: Tensor, layout: Tensor, dim: int, size: int, is_gradient: bool
         )
         transport.exchange(there, back, op).wait()
     if not is_gradient:
-        full = _resized(x, dim, size)
+        full = ops.resized(x, dim, size)
         for shard, of_rank in zip(shards, runs, strict=True):
             ops.rows_unpack_([full], of_rank, dim, [shard])
         return full
@@ -332,14 +332,9 @@ def _check(op: str, x: Tensor, dim: int, size: int, rank: int) -> None:
         raise InputError(f"{op} of a tensor {tuple(x.shape)}, dim {dim}; expected size {size} in dim on rank {rank}")
 
 
-def _resized(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return an uninitialized tensor like x, of another size in dim."""
-    return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]])
-
-
 @unshard_op.register_fake
 def _(x: Tensor, layout: Tensor, dim: int, size: int, is_gradient: bool, group_name: str) -> Tensor:
-    return _resized(x, dim, size)
+    return ops.resized(x, dim, size)
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, int, int, bool, str], output: Tensor) -> None:
