@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ringtile import arguments, derivatives, keep, ops
 from ringtile.attn import op, ulysses
-from ringtile.attn.call import AttentionCall, AttentionDropout, AttentionKernel, Expand, check_options
+from ringtile.attn.call import AttentionCall, AttentionDropout, AttentionKernel, check_options
 from ringtile.errors import InputError, RefusedError, shown
+from ringtile.latents import Latents
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence, check_given, tell_others
@@ -39,7 +40,7 @@ def ring_attention(
     sinks: Tensor | None = None,
     dropout: AttentionDropout | None = None,
     attention_kernel: AttentionKernel = "auto",
-    expand: Expand | None = None,
+    expand: Latents | None = None,
     indices: Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:

@@ -5,15 +5,15 @@ What the core checks after it (csrc/attn/check.c) is only that memory is safe to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, RefusedError, shown
+from ringtile.latents import ExpandAgain, Latents
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
 
@@ -55,35 +55,6 @@ class AttentionDropout:
         return replace(self, rows=self.rows + (heads.start << 20)) if heads.start else self
 
 
-class Expand(Protocol):
-    """Makes keys and values, token by token, of latents that travel in their place: `ringtile.Latents`."""
-
-    num_kv_heads: int
-    v_head_dim: int
-    weights: tuple[Tensor, ...]  # those that are trained
-
-    def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents (B, n, g, ...) of any n tokens -> k (B, n, G, D), v (B, n, G, Dv)."""
-
-    def again(self, weights: Sequence[Tensor]) -> ExpandAgain:
-        """Begin a backward. weights: those of the forward."""
-
-
-class ExpandAgain(Protocol):
-    """Makes the keys and values of one backward again."""
-
-    def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Expand`, with a graph."""
-
-    def differentiate(
-        self, outputs: Sequence[Tensor], douts: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
-        """Return the gradients of the inputs; those of the weights are added to sums."""
-
-    def weight_gradients(self) -> Sequence[Tensor | None]:
-        """Return the sums, each rounded once."""
-
-
 class AttentionCall(NamedTuple):
     """The sequence, shape and options of a call: all but q, k and v. `of` makes one that can run."""
 
@@ -95,7 +66,7 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None = None  # (H) of the state dtype, without a graph
     dropout: AttentionDropout | None = None  # None where its probability is 0
     returns_lse: bool = True  # where ranks share heads, lse travels back only then
-    expand: Expand | None = None  # where k and v are latents; shape is that of what it makes of them
+    expand: Latents | None = None  # where k and v are latents; shape is that of what it makes of them
     indices: Tensor | None = None  # int32 (B, N, I): positions of the only keys that each query attends
 
     @classmethod
@@ -111,7 +82,7 @@ class AttentionCall(NamedTuple):
         sinks: Tensor | None,
         dropout: AttentionDropout | None,
         returns_lse: bool = True,
-        expand: Expand | None = None,
+        expand: Latents | None = None,
         indices: Tensor | None = None,
     ) -> AttentionCall:
         """Return the call as the kernels take it, its scheme resolved.
@@ -156,7 +127,7 @@ class AttentionCall(NamedTuple):
         keys = self.keys_of(q, k, v, self.expand)
         return self._replace(shape=self.shape._replace(latent_dim=0), expand=None), *keys
 
-    def keys_of(self, q: Tensor, k: Tensor, v: Tensor, expand: Expand | ExpandAgain | None) -> tuple[Tensor, Tensor]:
+    def keys_of(self, q: Tensor, k: Tensor, v: Tensor, expand: Latents | ExpandAgain | None) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a block: itself, or what expand makes of it. InputError: it makes others."""
         if expand is None:
             return k, v

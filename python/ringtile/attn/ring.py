@@ -23,7 +23,8 @@ from torch import Tensor
 from ringtile import ops
 from ringtile.attn import choose
 from ringtile.attn.backend import Final, Gradients, Running
-from ringtile.attn.call import AttentionCall, ExpandAgain
+from ringtile.attn.call import AttentionCall
+from ringtile.latents import ExpandAgain
 from ringtile.sequence.plan import Transfer
 from ringtile.sequence.rounds import Round
 from ringtile.sequence.sharded import ShardedSequence

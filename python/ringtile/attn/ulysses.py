@@ -23,7 +23,8 @@ from torch import Tensor
 from ringtile import ops
 from ringtile.attn import choose, ring
 from ringtile.attn.backend import Final
-from ringtile.attn.call import AttentionCall, ExpandAgain
+from ringtile.attn.call import AttentionCall
+from ringtile.latents import ExpandAgain
 from ringtile.scheme import Share
 from ringtile.sequence.heads import HeadGroup
 from ringtile.transport.agreement import HeaderValue

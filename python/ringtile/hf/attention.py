@@ -20,7 +20,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 
 from ringtile import keep
 from ringtile.attn.attention import ring_attention
-from ringtile.attn.call import AttentionDropout, Expand
+from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, main_input, waiting_batch
 from ringtile.hf.families import EAGER_SINKS
@@ -168,7 +168,7 @@ def attention_forward(
     return out, None
 
 
-def latents_of(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Expand | None]:
+def latents_of(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Any]:
     """What an attention module has handed on, (B, G, N, ...): keys and values, or latents and what makes those."""
     if (held := getattr(value, LATENTS, None)) is None:
         return key, value, None
@@ -177,7 +177,7 @@ def latents_of(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, T
             f"{type(module).__name__} changes the keys that its expand_kv returns, in whose place latents travel; "
             f"expected keys that are attended as they are: change them inside of expand_kv"
         )
-    return cast("tuple[Tensor, Tensor, Expand | None]", held)
+    return cast("tuple[Tensor, Tensor, Any]", held)
 
 
 def _sequence_of(
