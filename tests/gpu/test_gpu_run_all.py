@@ -214,7 +214,9 @@ def test_carried_binaries_are_used_if_they_are_of_these_sources(
     package.mkdir()
     assert "no binaries in" in run_all.binaries()[0]
     carried.mkdir()
-    (carried / "_cuda.abi3.so").write_bytes(b"new")
+    (tmp_path / "_cuda.abi3.so").write_bytes(b"new")
+    with tarfile.open(carried / run_all.ARCHIVE, "w:gz") as file:
+        file.add(tmp_path / "_cuda.abi3.so", "_cuda.abi3.so")
     (carried / "sources.sha256").write_text("of another day")
     said, build = run_all.binaries()
     assert "were made of other sources, so they are built here" in said
