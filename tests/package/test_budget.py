@@ -36,7 +36,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/campaigns": (21, 4545),
     "tests/cli": (12, 2025),
     "tests/emulator": (27, 4654),
-    "tests/gpu": (10, 1530),
+    "tests/gpu": (10, 1533),
     "tests/hf": (68, 13791),
     "tests/package": (8, 1850),
     "tests/planner": (4, 1125),
