@@ -323,8 +323,9 @@ def _seconds(run: Callable[..., None], backend: Backend, states: tuple[Tensor, .
 
 def agrees(call: AttentionCall, q: Tensor, *, backward: bool) -> bool:
     """Return whether the ranks of a ring have yet to settle who computes such blocks; the same on all of these."""
-    ranked = _ranked.get(call.sequence.transport, {})
-    return _may_differ(call, q) and _of_ring(call, kind_of(call, False, backward)) not in ranked
+    if not _may_differ(call, q):
+        return False
+    return _of_ring(call, kind_of(call, False, backward)) not in _ranked.get(call.sequence.transport, {})
 
 
 def _may_differ(call: AttentionCall, q: Tensor) -> bool:

@@ -186,8 +186,7 @@ def stretches_of(layout: Layout) -> list[tuple[int, int, int, int]]:
         if stride != 1 and length > 1:
             raise RefusedError(
                 f"a recurrent layer over a layout where rank {rank} holds every {stride}th token; expected runs of "
-                "neighboring tokens (the contiguous, zigzag, per_document or balanced layout), or the scheme heads, "
-                "which a convolution does not have"
+                "neighboring tokens (the contiguous, zigzag, per_document or balanced layout), or the scheme heads"
             )
         if stretches and stretches[-1][0] == rank and stretches[-1][2] + stretches[-1][3] == local_begin:
             _, first, local_first, so_far = stretches.pop()
