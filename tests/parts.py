@@ -16,9 +16,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from pool import TRAINERS, start_server
 
 TESTS = Path(__file__).parent
+sys.path.append(str(TESTS.parent))  # of tools, which the pool of ranks is in
+
+from pool import TRAINERS, start_server  # noqa: E402
 
 
 def parts() -> list[list[str]]:
