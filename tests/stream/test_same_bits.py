@@ -16,7 +16,8 @@ from torch import Tensor, nn
 TOKENS, CHUNK = 100, 16  # padded to 112, 128 or 256 tokens
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 16, "num_key_value_heads": 8}
 CONFIG = {"stream": True, "tiled_loss": True, "reproducible": True, "tile_tokens": CHUNK}
-HYBRIDS = ("qwen3_next",)  # of 4 heads
+HYBRIDS = ("qwen3_next",)
+HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
 FAMILIES = ("llama", "mixtral-balanced", "gpt-oss", *HYBRIDS)
 
 
@@ -57,7 +58,7 @@ def step_of(family: str, dtype: str, kind: str, config: dict[str, Any]) -> Recor
     """One step. Run it on every rank."""
     enter_world()
     if family in HYBRIDS:
-        model = hybrid(family, num_key_value_heads=4, max_position_embeddings=512)
+        model = hybrid(family, **dict.fromkeys(HEADS, 8), max_position_embeddings=512)
     else:
         model = tiny_model(family, **(SIZES | {"max_position_embeddings": 512}))
     model = model.train().to(getattr(torch, dtype))
@@ -115,7 +116,7 @@ def cases() -> list[Any]:
         for dtype in ("float32", "bfloat16"):
             for kind in ("padded", "packed"):
                 for layout in ("contiguous", "zigzag"):
-                    for world in (2, 4) if family in HYBRIDS else (2, 4, 8):
+                    for world in (2, 4, 8):
                         short = (
                             family in ("llama", *HYBRIDS)
                             and world < 8
