@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from ringtile.self_test.child_process import Question
 from ringtile.sequence.plan import rank_plan
 from ringtile.sequence.rounds import Round
 from ringtile.stream import attend
-from ringtile.stream.attend import Whole
 from ringtile.tiled.host import PinnedCopies
 from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor
@@ -251,8 +251,8 @@ def test_ranks_choose_what_is_fastest_for_the_slowest(settled: Any, chunk_tokens
             sequence = ShardedSequence(MASKS[mask], layout, group)
             inputs = [sequence.shard(x, 1).detach().requires_grad_(not chunk_tokens) for x in (p.q, p.k, p.v)]
             if chunk_tokens:
-                whole = Whole(inputs)
-                whole.call_of = lambda q, k, v, of=sequence: attend._call_of(q, k, v, of, None, attention_kernel="aten")
+                options = {"sequence": sequence, "sinks": None, "attention_kernel": "aten"}
+                whole = attend.WholeAttention(inputs, [True] * 3, functools.partial(attend._call_of, **options))
                 whole.backward(torch.ones(whole.forward(PinnedCopies(), chunk_tokens).shape))
             else:
                 ring_attention(*inputs, sequence, attention_kernel="aten").sum().backward()
