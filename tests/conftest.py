@@ -13,6 +13,7 @@ import torch
 
 pytest.register_assert_rewrite("hf_training", "cells")
 
+import strategies  # noqa: E402, F401  # hypothesis's profile, without a deadline, before any test is collected
 from kernels_off import kernels_off  # noqa: E402
 from pool import close_pools, freeze_garbage, start_server  # noqa: E402
 
