@@ -117,11 +117,8 @@ def cases() -> list[Any]:
             for kind in ("padded", "packed"):
                 for layout in ("contiguous", "zigzag"):
                     for world in (2, 4, 8):
-                        short = (
-                            family in ("llama", *HYBRIDS)
-                            and world < 8
-                            and (kind == "packed") == (layout == "contiguous")
-                        )
+                        short = family in ("llama", *HYBRIDS) and world < 8
+                        short = short and (kind == "packed") == (layout == "contiguous")
                         short = short and (dtype == "bfloat16") == (world == 2)
                         found.append(
                             pytest.param(family, dtype, kind, layout, world, marks=[] if short else [pytest.mark.long])
