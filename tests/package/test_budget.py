@@ -44,7 +44,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/sequence": (8, 1780),
     "tests/stream": (5, 1240),
     "tests/tiled": (9, 2340),
-    "tests/tools": (2, 290),
+    "tests/tools": (2, 298),
     "tests/torch_cp": (14, 3405),
     "tests/transport": (9, 1930),
 }
