@@ -127,6 +127,8 @@ def _serve(
         except BaseException as error:  # what pytest.raises raises is no Exception
             outcome, text = error, f"rank {rank}:\n{traceback.format_exc()}"
         try:
+            if isinstance(outcome, BaseException):
+                pickle.loads(pickle.dumps(outcome))  # those that take two arguments are not made again of one
             connection.send((outcome, text))
         except (pickle.PicklingError, TypeError, AttributeError):
             connection.send((RuntimeError(f"rank {rank} returned what cannot be pickled, {outcome!r}"), text))

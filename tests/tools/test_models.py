@@ -115,6 +115,20 @@ def test_own_configuration_is_tried(tmp_path):
     assert decide(str(tmp_path), _Ranks(), _Alone())["verdict"] == "exact"
 
 
+class _TwoError(Exception):
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+def _fail():
+    raise _TwoError("lost", 2)
+
+
+def test_an_error_that_cannot_be_made_again_is_told():
+    with pytest.raises(RuntimeError, match="returned what cannot be pickled, _TwoError"):
+        run_ranks(2, _fail)
+
+
 def test_unknown_name_is_told(capsys):
     assert main(["lama"]) == 2
     assert "NAME is lama; expected a folder with a config.json, or one of afmoe" in capsys.readouterr().err
