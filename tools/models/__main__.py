@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "names", metavar="NAME", nargs="*", help="model types, or folders with a config.json; all types"
     )
+    parser.add_argument("--stream", action="store_true", help="the ranks stream layers, 8 tokens at a time")
     parser.add_argument("--markdown", metavar="FILE", type=pathlib.Path, help="replace the table in this page")
 
 
@@ -66,11 +67,12 @@ def run(args: argparse.Namespace) -> Outcome:
     for name in args.names:
         if name not in known and not pathlib.Path(name).is_dir():
             raise ConfigError(f"NAME is {name}; expected a folder with a config.json, or one of {', '.join(known)}")
+    config = CONFIG | ({"stream": True, "tile_tokens": 8} if args.stream else {})
     ranks, alone = Workers(2), Workers(1)
     began, rows = time.monotonic(), []
     try:
         for name in args.names or known:
-            row = decide(name, ranks, alone)
+            row = decide(name, ranks, alone, config)
             rows.append(row)
             print(f"{name:28} {row['verdict']:9} {' '.join(row.get('reason', '').split())}", flush=True)
     finally:
@@ -82,7 +84,7 @@ def run(args: argparse.Namespace) -> Outcome:
     return Outcome(int(failed), {"types": rows, "seconds": time.monotonic() - began})
 
 
-def decide(name: str, ranks: Processes, alone: Processes) -> dict[str, Any]:
+def decide(name: str, ranks: Processes, alone: Processes, config: dict[str, Any] = CONFIG) -> dict[str, Any]:
     """The verdict on one type: exact, refused, wrong, failed, or untried: one process cannot train it either.
 
     Where float32 differs, float64 decides: some types are so steep at random weights that two steps multiply rounding
@@ -91,10 +93,10 @@ def decide(name: str, ranks: Processes, alone: Processes) -> dict[str, Any]:
     """
     import torch
 
-    row = _decide(name, ranks, alone, torch.float32, CONFIG)
+    row = _decide(name, ranks, alone, torch.float32, config)
     if row["verdict"] != "wrong":
         return row
-    of_float64 = _decide(name, ranks, alone, torch.float64, CONFIG | {"first_batch_check": False})
+    of_float64 = _decide(name, ranks, alone, torch.float64, config | {"first_batch_check": False})
     return of_float64 | {"first_batch": row["first_batch"]}
 
 
