@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from aten_stand_ins import in_a_sequence
-from attention_calls import FLOAT64_TOLERANCE, MASKS, Problem, assert_close, problem, run
+from attention_calls import MASKS, Problem, problem, run
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Attention, dense_gradients
@@ -24,7 +24,6 @@ from ringtile import (
     Layout,
     LoopbackWorld,
     RefusedError,
-    ShardedSequence,
     ops,
     ring_attention,
 )
@@ -34,11 +33,10 @@ from ringtile.attn import choose as block
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block, Final, Gradients, Ringtile
-from ringtile.attn.call import AttentionCall
 from ringtile.cli import doctor
 from ringtile.sequence.layout import CHUNKS_PER_RANK
 from ringtile.sequence.pieces import Piece, find_pieces, packs, squares
-from ringtile.sequence.plan import Shape, rank_plan
+from ringtile.sequence.plan import rank_plan
 from ringtile.sequence.rounds import Round
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import any_masks, dense, layouts
@@ -138,21 +136,12 @@ def test_common_masks_take_few_pieces(mask: str, most: int, layout: str) -> None
             assert len(found[0]) <= most
 
 
-# ---- numbers ------------------------------------------------------------------------------------
-
-
 # ---- auto ---------------------------------------------------------------------------------------
 
 
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what was measured."""
-    monkeypatch.setattr(block, "_ranked_here", {})
-
-
 @pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No kernel is tested, none measured."""
-    forget(monkeypatch)
+def fresh() -> Iterator[None]:
+    """No kernel is tested."""
     checks.forget()
     yield
     checks.forget()
@@ -176,7 +165,6 @@ def test_auto_is_aten_in_bfloat16_where_amx_is_not_built(fresh: None, monkeypatc
         p = problem(v_head_dim=16, dtype=dtype)
         one, other = (run_ring(p, MASKS["causal"], layout, kernel, **options) for kernel in ("auto", chosen))
         assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
-    assert block._ranked_here == {}  # without a clock: all ranks and all runs alike
 
 
 def test_a_build_without_amx_is_named_where_the_cpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,68 +175,6 @@ def test_a_build_without_amx_is_named_where_the_cpu_has_it(monkeypatch: pytest.M
         assert bool(why()) == said
     monkeypatch.setattr(ops, "why_no_amx", lambda: "not built")
     assert doctor.kernels()["amx"] == "not built; attention_kernel auto takes aten's in bfloat16"
-
-
-def test_where_several_may_run_the_faster_is_measured_once(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As auto does on a GPU. The running state is left alone meanwhile."""
-    p, layout = problem(v_head_dim=16), Layout.contiguous(48, 1)
-    monkeypatch.setattr(block, "_is_ringtiles", lambda call, q: call.attention_kernel == "ringtile")
-    expected = dense_gradients(p.q, p.k, p.v, dense(MASKS["causal"]), p.dout)
-    assert_close(run_ring(p, MASKS["causal"], Layout.zigzag(48, 3), "auto"), expected, FLOAT64_TOLERANCE)
-    for seconds, chosen in (((1.0, 2.0), "ringtile"), ((2.0, 1.0), "aten")):
-        answers = [*seconds, *seconds]  # forward and backward
-        forget(monkeypatch)
-        monkeypatch.setattr(block, "_seconds", lambda *arguments, answers=answers: answers.pop(0))
-        results = [run_ring(p, MASKS["causal"], layout, kernel) for kernel in ("auto", "auto", chosen)]
-        assert answers == []
-        assert all(torch.equal(x, y) for result in results[:2] for x, y in zip(result, results[2], strict=True))
-
-
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_no_clock_chooses_where_it_must_not(fresh: None, monkeypatch: pytest.MonkeyPatch, deterministic: bool) -> None:
-    """Told to be deterministic, or without memory for a copy of the states, auto is the first backend: ringtile's."""
-    p, layout = problem(v_head_dim=16), Layout.contiguous(48, 1)
-    monkeypatch.setattr(block, "_is_ringtiles", lambda call, q: call.attention_kernel == "ringtile")
-
-    def full(*arguments: Any) -> float:
-        assert not deterministic
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(block, "_seconds", full)
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
-    one, other = (run_ring(p, MASKS["causal"], layout, kernel) for kernel in ("auto", "ringtile"))
-    assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
-    assert block._ranked_here == {}
-
-
-class OnGpu(Tensor):
-    """Says that it is on a GPU."""
-
-    is_cuda = True
-
-
-def test_a_capture_measures_nothing(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes whoever was chosen before for blocks of that size; else the first: ringtile's, where that may run."""
-    p, sequence = problem(v_head_dim=16), ShardedSequence(MASKS["causal"], Layout.contiguous(48, 1))
-    call = AttentionCall(sequence, Shape.of(p.q, p.k, p.v), 1.0)
-    monkeypatch.setattr(block, "_able", lambda *given: [block.RINGTILE, *aten.ATEN["cuda"]])
-    ran: list[str] = []
-
-    def fastest(q: Tensor) -> str:
-        of = Block(OnGpu(q), p.k, p.v, sequence.rounds_on(CPU)[0], 1.0, 0.0)
-        return block._backend(block._Task(call, of, lambda backend: ran.append(backend.name), (), (), False)).name
-
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert fastest(p.q) == "ringtile's attention"
-    assert (ran, block._ranked_here) == ([], {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(
-        block, "_seconds", lambda run, backend, states: {"aten's cuDNN attention": 0}.get(backend.name, 1)
-    )
-    assert fastest(p.q) == "aten's cuDNN attention"
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert fastest(p.q) == "aten's cuDNN attention"
-    assert fastest(p.q[:, :5]) == "ringtile's attention"
 
 
 # ---- a kernel that is not what it was taken for -------------------------------------------------
@@ -416,7 +342,7 @@ def test_a_kernel_is_tested_once_and_without_the_callers_modes(fresh: None, monk
     ],
 )
 def test_what_aten_cannot_compute_is_refused_by_name(change: dict[str, Any], options: Any, reason: str) -> None:
-    """And is ringtile's with auto, also where the faster is asked for."""
+    """And is ringtile's with auto."""
     p = problem(**{"v_head_dim": 16, **change})
     given = {"mask": MASKS["causal"], "layout": Layout.contiguous(48, 1), **options}
     with pytest.raises(RefusedError, match=f"attention_kernel is 'aten', but for .*{reason}.*to auto or ringtile"):

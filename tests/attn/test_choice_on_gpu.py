@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
+from typing import Any
 
 import pytest
 import torch
 from attention_calls import MASKS, problem
-from ringtile import AttentionDropout, IntervalMask, Layout
+from ringtile import AttentionDropout, IntervalMask, Layout, ops
 from ringtile.attn import aten, choose
-from ringtile.attn.backend import Block, Running, why_slow
+from ringtile.attn.backend import Block, Running, misaligned, why_slow
 from ringtile.sequence.plan import rank_plan
 from ringtile.sequence.rounds import Round
+from torch import Tensor
 
-HOPPER, AMPERE = (9, 0), (8, 0)
+AMPERE, HOPPER, BLACKWELL, GEFORCE = (8, 0), (9, 0), (10, 0), (12, 0)
 
 
 def a_block(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, v_head_dim: int | None = None) -> Block:
@@ -25,7 +26,7 @@ def a_block(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, v_head_dim:
 
 def test_cudnn_takes_no_packed_documents() -> None:
     """It plans each new shape for about a second, and each batch has new lengths."""
-    cudnn = dataclasses.replace(aten.ATEN["cuda"][-1], length_step=1)  # type: ignore[type-var]
+    cudnn = dataclasses.replace(aten.ATEN["cuda"][2], length_step=1)  # type: ignore[type-var]
     p = problem(v_head_dim=16, dtype=torch.bfloat16)
     reasons = {}
     for name in ("causal", "documents"):
@@ -36,8 +37,8 @@ def test_cudnn_takes_no_packed_documents() -> None:
 
 
 def test_another_implementation_of_torchs_flash_attention_is_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was found wrong of one, or slower, says nothing of the other."""
-    flash = aten.ATEN["cuda"][0]
+    """What was found wrong of one says nothing of the other."""
+    flash = aten.ATEN["cuda"][-1]
     assert flash.name == "aten's flash attention"
     monkeypatch.setattr(aten, "current_flash_attention_impl", lambda: "FA4")
     assert flash.name == "aten's flash attention (FA4)"
@@ -76,7 +77,8 @@ def test_torch_stays_as_the_user_has_it() -> None:
         ),
         (a_block(torch.float32), False, HOPPER, "torch.float32 has no kernel for tensor cores; train in bfloat16"),
         (a_block(head_dim=320), False, AMPERE, "head dim 320 has no kernel for tensor cores"),
-        (a_block(head_dim=60), False, AMPERE, "rows of q do not begin at multiples of 16 bytes"),
+        (a_block(head_dim=128), False, BLACKWELL, "sm_100 has no kernel of its own, only those of sm_80"),
+        (a_block(head_dim=128), True, GEFORCE, ""),
     ],
 )
 def test_a_slow_path_has_a_name(block: Block, backward: bool, capability: tuple[int, int], reason: str) -> None:
@@ -87,19 +89,55 @@ def test_a_slow_path_has_a_name(block: Block, backward: bool, capability: tuple[
 def test_rows_of_a_view_and_dropout_are_slow_by_name() -> None:
     block = a_block()
     moved = torch.zeros(8 * 2 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 8, 2, 64)  # 2 bytes behind
-    assert why_slow(block._replace(v=moved), HOPPER, backward=False).startswith("rows of v do not begin at")
+    assert misaligned(block) == ""
+    assert misaligned(block._replace(v=moved)).startswith("rows of v do not begin at multiples of 16 bytes")
+    assert misaligned(a_block(head_dim=60)).startswith("rows of q do not begin at")
     dropout = AttentionDropout(0.1, torch.zeros(1, dtype=torch.int64), 1)
     assert "dropout" in why_slow(block._replace(dropout=dropout), HOPPER, backward=False)
 
 
-def test_each_slow_path_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("_slow", "_looked_at"):
-        monkeypatch.setattr(choose, name, set())
+class OnGpu(Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+FA4, FA3, CUDNN, FLASH = aten.ATEN["cuda"]
+OWN = choose.RINGTILE
+
+
+@pytest.mark.parametrize(
+    ("setting", "capability", "backward", "options", "order"),
+    [
+        ("auto", AMPERE, True, {}, (OWN, FA4, FA3, CUDNN, FLASH)),
+        ("auto", HOPPER, True, {}, (OWN, FA4, FA3, CUDNN, FLASH)),
+        ("auto", HOPPER, False, {"head_dim": 256}, (OWN, FA4, FA3, CUDNN, FLASH)),
+        ("auto", HOPPER, True, {"head_dim": 256}, (FA4, FA3, CUDNN, OWN, FLASH)),
+        ("auto", BLACKWELL, False, {}, (FA4, FA3, CUDNN, OWN, FLASH)),
+        ("ringtile", BLACKWELL, False, {}, (OWN,)),
+        ("aten", HOPPER, True, {}, (FA4, FA3, CUDNN, FLASH)),
+    ],
+)
+def test_a_rule_says_who_is_asked_first(
+    monkeypatch: pytest.MonkeyPatch, setting: str, capability: Any, backward: bool, options: Any, order: Any
+) -> None:
+    """So that all ranks and all runs choose alike."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(ops, "why_no_kernels", lambda device: "")
+    monkeypatch.setitem(aten.ATEN, "cpu", aten.ATEN["cuda"])
+    block = a_block(**options)
+    block = block._replace(q=OnGpu(block.q))
+    assert choose._in_order(setting, block, backward) == order
+    if setting == "auto":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert choose._in_order(setting, block, backward)[0] is OWN
+
+
+def test_a_slow_path_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    choose._say_once.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
     slow = a_block(torch.float32)
-    with caplog.at_level(logging.WARNING):
-        for kind in (("one",), ("another",)):
-            choose._warn_if_slow(slow, kind, backward=False)
-    assert [record.message.split(": ")[0] for record in caplog.records] == [
-        "attention by ringtile's kernels is slow here"
-    ]
+    for where in ("here", "there"):
+        choose._tell(OWN, slow._replace(q=OnGpu(slow.q)), where, "forward")
+    (message,) = caplog.messages
+    assert message.startswith("attention by ringtile's kernels is slow here: torch.float32 has no kernel for tensor")

@@ -11,13 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ringtile import InputError, IntervalMask, Layout, RefusedError, ShardedSequence, arguments, ops
+from ringtile import InputError, IntervalMask, RefusedError, arguments, ops
 from ringtile.attn import choose
 from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Block
-from ringtile.attn.call import AttentionCall
 from ringtile.cli import doctor
-from ringtile.sequence.plan import Shape
 from ringtile.sequence.rounds import Queries, Round
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -118,24 +116,21 @@ def test_attention_without_kernels_is_atens(monkeypatch: pytest.MonkeyPatch) -> 
     """By a pretended GPU without a binary: ringtile's kernels are refused by name, and nobody tests them."""
     monkeypatch.setattr(ops, "why_not_on", lambda index: "not built: as a test says")
     monkeypatch.setattr(choose, "why_wrong", lambda backend, *given: "is tested" if backend.name[0] == "r" else "")
-    mask, layout = IntervalMask.causal(8), Layout.contiguous(8, 1)
-    call = AttentionCall(ShardedSequence.of(mask, layout, None), Shape(1, 2, 2, 64, 64, torch.bfloat16), 1.0)
+    mask = IntervalMask.causal(8)
     queries = Queries(torch.device("cpu"), mask.begin, mask.end, torch.arange(8))
     round = Round(queries, ops.runs_tensor([(0, 1, 0, 8)]))
     assert len(round.squares) == 1  # found in real tensors
     with FakeTensorMode():
         x = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
         block = Block(x, x, x, round, 1.0, 0.0)
-        able = choose._ask(call, block)
-        assert able
-        assert set(able) <= set(ATEN["cuda"])
+        assert choose._choose("auto", block, False, False) in ATEN["cuda"]
         with pytest.raises(RefusedError, match=r"'ringtile', but .* is not in use here: not built: .*to auto or aten"):
-            choose._ask(call._replace(attention_kernel="ringtile"), block)
+            choose._choose("ringtile", block, False, False)
         x = x.float()
         with pytest.raises(
             RefusedError, match=r"not built: .*takes bfloat16 and float16 on CUDA.*change what both lack"
         ):
-            choose._ask(call, block._replace(q=x, k=x, v=x))
+            choose._choose("auto", block._replace(q=x, k=x, v=x), False, False)
 
 
 def test_doctor_says_which_kernels_serve_a_gpu() -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import subprocess
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,17 +13,15 @@ from typing import Any
 import pytest
 import torch
 from attention_calls import MASKS, problem, run
-from ringtile import IntervalMask, Layout, LoopbackWorld, RefusedError, ShardedSequence, ops, ring_attention, self_test
+from ringtile import IntervalMask, Layout, RefusedError, ShardedSequence, ops, self_test
 from ringtile.attn import aten, choose
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block
+from ringtile.attn.call import AttentionCall
 from ringtile.self_test.child_process import Question
-from ringtile.sequence.plan import rank_plan
+from ringtile.sequence.plan import Shape, rank_plan
 from ringtile.sequence.rounds import Round
-from ringtile.stream import attend
-from ringtile.tiled.host import PinnedCopies
-from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,8 +35,8 @@ class OfItsOwnError(Exception):
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(choose, "_ranked_here", {})
+def fresh() -> Iterator[None]:
+    choose._say_once.cache_clear()
     self_test.forget()
     yield
     self_test.forget()
@@ -70,15 +66,13 @@ def results(backends: tuple[InSquares, ...], monkeypatch: pytest.MonkeyPatch, ma
 
 
 @pytest.mark.parametrize("error", [TypeError("no return_lse"), AssertionError("sm100 alone"), OfItsOwnError("OpError")])
-@pytest.mark.parametrize("when", ["in its test", "while it is timed", "later"])
+@pytest.mark.parametrize("when", ["in its test", "later"])
 def test_whatever_a_library_raises_the_next_one_computes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, when: str
 ) -> None:
     """With one warning, and without another number."""
     right = results((FLASH,), monkeypatch)
     self_test.forget()
-    if when == "later":
-        monkeypatch.setattr(choose, "_seconds", lambda run, backend, states: 1.0 if backend is FLASH else 0.5)
     for _ in range(2):
         found = results((fails(error, lambda q: when == "in its test" or q.size(2) == 48), FLASH), monkeypatch)
         assert all(torch.equal(x, y) for x, y in zip(found, right, strict=True))
@@ -111,13 +105,11 @@ def test_an_error_after_a_part_was_added_goes_on(monkeypatch: pytest.MonkeyPatch
     assert len(block.round.squares) > 1
     state = torch.zeros(p.q.shape), torch.zeros(*p.q.shape[:1], p.q.size(2), p.q.size(1), dtype=torch.float64)
     versions = choose._versions(state)
-    monkeypatch.setattr(choose, "_backend", lambda *given: doomed)
-
-    def merge(backend: Any, *state: Tensor) -> None:
-        backend.forward(block, choose.Running(*state, fresh=False))
-
+    sequence = ShardedSequence.of(IntervalMask.full(48), Layout.contiguous(48, 1))
+    call = AttentionCall(sequence, Shape.of(*block[:3]), 0.25)
+    monkeypatch.setattr(choose, "_chosen", lambda *given: doomed)
     with pytest.raises(OfItsOwnError):
-        choose._run(choose._Task(None, block, merge, state, state, False))  # type: ignore[arg-type]
+        choose.forward(call, *(block.round, *block[:3]), choose.Running(*state, fresh=False))
     assert versions != choose._versions(state)
 
 
@@ -155,7 +147,7 @@ def test_known_defects_are_found(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("num_tokens", "right"), [(256, True), (192, False), (200, False)])
 def test_cudnn_gets_lengths_that_it_is_right_for(num_tokens: int, right: bool) -> None:
-    cudnn = aten.ATEN["cuda"][-1]
+    cudnn = aten.ATEN["cuda"][2]
     plan = rank_plan(IntervalMask.causal(num_tokens), Layout.contiguous(num_tokens, 1), 0)
     x = torch.zeros(1, num_tokens, 2, 64, dtype=torch.bfloat16)
     reason = cudnn.lacks(Block(x, x, x, Round.all_of(plan, CPU)[0], 0.25, 0.0))
@@ -183,17 +175,14 @@ def test_a_library_of_another_signature_is_not_asked(monkeypatch: pytest.MonkeyP
 # ---- who computes -------------------------------------------------------------------------------
 
 
-def test_the_choice_is_said_once_with_the_times_of_all(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    slow = dataclasses.replace(FLASH, name="another")
-    monkeypatch.setattr(choose, "_seconds", lambda run, backend, states: 2e-3 if backend is slow else 1e-3)
+def test_the_choice_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "ringtile"):
         for _ in range(2):
-            results((slow, FLASH), monkeypatch)
-    assert len(caplog.messages) == 2
-    assert caplog.messages[0].endswith(f"is computed by {FLASH.name} (another 2.00 ms, {FLASH.name} 1.00 ms)")
-    assert [message.split()[:2] for message in caplog.messages] == [["attention", "forward"], ["attention", "backward"]]
+            results((FLASH,), monkeypatch)
+    where = "torch.float32 with head dims 16 and 16 on cpu"
+    assert caplog.messages == [
+        f"attention {direction} of {where} is computed by {FLASH.name}" for direction in ("forward", "backward")
+    ]
 
 
 def test_import_asks_cuda_nothing() -> None:
@@ -210,76 +199,6 @@ def test_import_asks_cuda_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.fixture
-def settled(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.local, list[int], set[str]]:
-    """Of two ranks, rank 1 waits longest, for the kernel that is the faster one on rank 0. Returns what knows the
-    rank, who has measured, and the names of all that computed."""
-    one, other = (InSquares(name, FLASH.attend, FLASH.attend_backward) for name in ("one", "other"))
-    monkeypatch.setitem(aten.ATEN, "cpu", (one, other))
-    monkeypatch.setattr(choose, "_may_differ", lambda call, q: len(call.sequence.ring.ranks) > 1)
-    here, measured, ran = threading.local(), list[int](), set[str]()
-
-    def seconds(run: Any, backend: Any, states: Any) -> float:
-        measured.append(here.rank)
-        times = {(0, "one"): 1.0, (0, "other"): 2.0, (1, "one"): 5.0, (1, "other"): 2.5}
-        return times.get((here.rank, backend.name), 9.0)
-
-    monkeypatch.setattr(choose, "_seconds", seconds)
-    kept = choose._run
-
-    def seen(task: Any) -> None:
-        compute = task.compute
-        task.compute = lambda backend, *states: (ran.add(backend.name), compute(backend, *states))
-        kept(task)
-
-    monkeypatch.setattr(choose, "_run", seen)
-    return here, measured, ran
-
-
-@pytest.mark.parametrize("chunk_tokens", [0, 7])
-def test_ranks_choose_what_is_fastest_for_the_slowest(settled: Any, chunk_tokens: int) -> None:
-    """Once for each direction and size, also where later masks have other pieces; without it rank 0 would differ. So
-    too where the backward takes queries that wait in host memory in chunks."""
-    here, measured, ran = settled
-    p, layout = problem(v_head_dim=16, dtype=torch.float32), Layout.zigzag(48, 2)
-
-    def on_rank(group: LoopbackGroup) -> None:
-        here.rank = group.transport.rank
-        for mask in ("causal", "documents", "causal"):
-            sequence = ShardedSequence(MASKS[mask], layout, group)
-            inputs = [sequence.shard(x, 1).detach().requires_grad_(not chunk_tokens) for x in (p.q, p.k, p.v)]
-            if chunk_tokens:
-                options = {"sequence": sequence, "sinks": None, "attention_kernel": "aten"}
-                whole = attend.WholeAttention(inputs, [True] * 3, functools.partial(attend._call_of, **options))
-                whole.backward(torch.ones(whole.forward(PinnedCopies(), chunk_tokens).shape))
-            else:
-                ring_attention(*inputs, sequence, attention_kernel="aten").sum().backward()
-
-    LoopbackWorld(2).run(on_rank)
-    assert ran == {"other"}
-    assert sorted(measured) == 4 * [0] + 4 * [1]
-
-
-def test_ranks_settle_once_where_some_use_the_log_sum_exp(settled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradient, which ringtile alone takes, reaches rank 0 before rank 1."""
-    here, measured, ran = settled
-    monkeypatch.setattr(choose, "_is_ringtiles", lambda call, q: False)
-    monkeypatch.setattr(ops, "why_no_amx", lambda: "")
-    p, layout = problem(v_head_dim=16, dtype=torch.float32), Layout.zigzag(48, 2)
-
-    def on_rank(group: LoopbackGroup) -> None:
-        here.rank = group.transport.rank
-        sequence = ShardedSequence(MASKS["causal"], layout, group)
-        for users in ([0], [0, 1], [1], []):
-            inputs = [sequence.shard(x, 1).detach().requires_grad_() for x in (p.q, p.k, p.v)]
-            out, lse = ring_attention(*inputs, sequence, return_lse=True)
-            (out.sum() + (lse.sum() if here.rank in users else 0)).backward()
-
-    LoopbackWorld(2).run(on_rank)
-    assert ran == {"other", choose.RINGTILE.name}
-    assert sorted(measured) == 6 * [0] + 6 * [1]
 
 
 @pytest.mark.parametrize("fresh", [True, False])

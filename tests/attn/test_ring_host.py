@@ -84,9 +84,7 @@ def test_who_computes_is_asked_once_for_all_layers(monkeypatch: pytest.MonkeyPat
     was chosen without a gradient of lse, or without a softcap, would leave it out."""
     (flash,) = aten.ATEN["cpu"]
     monkeypatch.setitem(aten.ATEN, "cpu", (Asked(flash.name, flash.attend, flash.attend_backward),))
-    monkeypatch.setattr(choose, "_is_ringtiles", lambda call, q: call.attention_kernel == "ringtile")
-    monkeypatch.setattr(choose, "_ranked_here", {})
-    monkeypatch.setattr(choose, "_seconds", lambda run, backend, states: float(backend is choose.RINGTILE))
+    monkeypatch.setattr(choose, "_in_order", lambda *given: (*aten.ATEN["cpu"], choose.RINGTILE))
     p = problem(v_head_dim=16)
     sequence = ShardedSequence(MASKS["causal"], Layout.contiguous(48, 1))
     nothing = torch.zeros_like(p.dlse)
@@ -105,6 +103,6 @@ def test_who_computes_is_asked_once_for_all_layers(monkeypatch: pytest.MonkeyPat
     for given in ((nothing,), (p.dlse,), (nothing, 2.0)):
         assert layer(*given) > 0
         assert layer(*given) == 0
-    monkeypatch.setattr(choose, "_captures", lambda q: True)  # which tests and measures nothing to be remembered
+    monkeypatch.setattr(choose, "_captures", lambda q: True)  # in which nothing is remembered
     sequence = ShardedSequence(MASKS["causal"], Layout.contiguous(48, 1))
     assert layer(nothing) == layer(nothing) > 0

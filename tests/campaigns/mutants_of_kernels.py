@@ -457,8 +457,8 @@ MUTANTS = [
     Mutant(
         "attention: who computes a block without a gradient of lse is remembered for blocks with one",
         "python/ringtile/attn/choose.py",
-        "takes_dlse, backward\n    return",
-        "False, backward\n    return",
+        "return takes_dlse, backward, ",
+        "return False, backward, ",
         "tests/attn/test_ring_host.py",
     ),
     Mutant(

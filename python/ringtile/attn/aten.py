@@ -333,12 +333,12 @@ def _cudnn_backward(
     return dq, dk, dv
 
 
-ATEN: dict[str, tuple[Backend, ...]] = {  # by type of device
+ATEN: dict[str, tuple[Backend, ...]] = {  # by type of device; the one to be asked first in front
     "cpu": (InSquares("aten's flash attention", _flash_for_cpu, _flash_for_cpu_backward),),
     "cuda": (
-        InPacks(),
         InPacks("FA4"),
         InPacks("FA3"),
         InSquares("aten's cuDNN attention", _cudnn, _cudnn_backward, MAX_SQUARES_CUDNN, LENGTHS_CUDNN),
+        InPacks(),
     ),
 }

@@ -55,8 +55,8 @@ def ring_attention(
       whose value is 0. They are the same on every rank, which is not compared; their gradient is that by this rank's
       queries, as a parameter's.
     - dropout: of the weights, after the softmax; it does not depend on ranks or layout.
-    - attention_kernel: "auto" is ringtile's kernels on a CPU, and on a GPU whichever measure faster (so that bits may
-      differ from run to run); "ringtile" is ringtile's; "aten" has aten's compute it, and refuses what they cannot.
+    - attention_kernel: "ringtile" is ringtile's kernels; "aten" has aten's compute it, and refuses what they cannot;
+      "auto" is ringtile's but where those lack a kernel of the device's tensor cores, and aten's have one.
     - expand: makes the keys and values of k (B, N, g, d) and v (B, N, g, dv), which then are latents of any sizes: a
       `ringtile.Latents`. A ring sends the latents, if they are fewer numbers, and each rank expands what it receives.
     - indices: int32 (B, N, I), positions in the sequence: of the keys that the mask lets a query attend, it attends

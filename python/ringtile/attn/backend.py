@@ -172,20 +172,27 @@ def _rows(block: Block, indices: Tensor) -> Tensor:
 
 
 def why_slow(block: Block, capability: tuple[int, int], *, backward: bool) -> str:
-    """Return why ringtile's CUDA kernels take some times longer than they could (cuda/attn/dispatch.cu); "" if not."""
-    q, k, v = block.q, block.k, block.v
-    head_dim = max(q.size(3), v.size(3))
+    """Return why ringtile has no kernel for such a block on the tensor cores of that architecture
+    (cuda/attn/dispatch.cu), and takes some times longer than it could; "" if it has."""
+    head_dim = max(block.q.size(3), block.v.size(3))
     if block.indices is not None:
         return "torch operations gather the keys that indices choose, for which there is no CUDA kernel"
     if block.dropout is not None:
         return "dropout of weights has no kernel for tensor cores; set the model's attention dropout to 0"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"{q.dtype} has no kernel for tensor cores; train in bfloat16 (bf16: true) or float16"
+    if block.q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{block.q.dtype} has no kernel for tensor cores; train in bfloat16 (bf16: true) or float16"
     if head_dim > 256:
         return f"head dim {head_dim} has no kernel for tensor cores, which take at most 256"
+    if capability[0] in (10, 11):
+        return f"sm_{capability[0]}0 has no kernel of its own, only those of sm_80"
     if backward and capability[0] == 9 and head_dim > 128:
         return f"the backward of head dim {head_dim} has no kernel of sm_90a, only those of sm_80"
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    return ""
+
+
+def misaligned(block: Block) -> str:
+    """Return which rows ringtile's CUDA kernels read number by number; "" if none."""
+    for name, x in (("q", block.q), ("k", block.k), ("v", block.v)):
         rows = [x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:3])]
         if any(number % 16 for number in rows):
             return f"rows of {name} do not begin at multiples of 16 bytes: {tuple(x.shape)}, strides {x.stride()}"

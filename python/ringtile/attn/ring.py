@@ -41,8 +41,6 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
         lse.copy_(call.sinks[None, :, None])
     rounded: Tensor | None = None
     rounds = call.sequence.rounds_on(q.device)
-    if choose.agrees(call, q, backward=False):
-        choose.forward(call, rounds[0], q, k, v, Running(out, lse, fresh=call.sinks is None), settles=True)
     for round, sent_k, sent_v in Keys(k, v, call.sequence, rounds).blocks():
         block_k, block_v = call.keys_of(q, sent_k, sent_v, call.expand)
         if round is rounds[-1] and out.dtype != q.dtype:
@@ -79,12 +77,6 @@ def backward(
     if rounds_keys and fresh and len(rounds) == 1 and state != k.dtype and waiting is None:
         rounded = _room(k, k.dtype), _room(v, v.dtype)
     dq = q.new_zeros(0, dtype=state) if isinstance(q, HostTensor) else _room(q, state, zeros=True)
-    if choose.agrees(call, q, backward=True):
-        grads = Gradients(dq, dk, dv, fresh=fresh)
-        if waiting is None:
-            choose.backward(call, rounds[0], q, k, v, final, grads, settles=True)
-        else:
-            waiting.backward(call, rounds[0], k, v, grads, settles=True)
     add_returned: Callable[[Tensor, Tensor], None] | None = None
     for round, block_k, block_v in keys.blocks():
         planned = round.planned
@@ -120,14 +112,11 @@ class _Waiting:
         self._sums = HostTensor.empty(q.new_empty(0, dtype=dtype), q.shape, q.copies)
         self._is_first = True  # round
 
-    def backward(
-        self, call: AttentionCall, round: Round, k: Tensor, v: Tensor, grads: Gradients, settles: bool = False
-    ) -> None:
-        """Add the gradients of a round: `grads` but for its dq, which is rounded after the last one; or settle who
-        computes, by the first chunk."""
+    def backward(self, call: AttentionCall, round: Round, k: Tensor, v: Tensor, grads: Gradients) -> None:
+        """Add the gradients of a round: `grads` but for its dq, which is rounded after the last one."""
         is_last = round is call.sequence.rounds_on(self.q.device)[-1]
         of_queries = self.q, self.final.dout, self.final.out, self._sums
-        order = in_order(self.q.size(1), self.q.chunk_tokens)[: 1 if settles else None]
+        order = in_order(self.q.size(1), self.q.chunk_tokens)
         q, dout, out, sums = (Reader(x, order) for x in of_queries)
         write = Writer(self.dq if is_last else self._sums)
         for tokens in tiles(self.q.size(1), self.q.chunk_tokens):  # all of them: the planner leaves some out
@@ -136,9 +125,7 @@ class _Waiting:
             dq = of_chunk.new_zeros(of_chunk.shape, dtype=grads.dk.dtype) if self._is_first else sums.take(tokens)
             fresh = grads.fresh and tokens.start == 0
             of_round = Gradients(dq, grads.dk, grads.dv, fresh=fresh)
-            choose.backward(call, round.of_queries(tokens), of_chunk, k, v, final, of_round, settles=settles)
-            if settles:
-                return
+            choose.backward(call, round.of_queries(tokens), of_chunk, k, v, final, of_round)
             write.put(tokens, dq.to(self.q.dtype) if is_last else dq)
         write.close()
         self._is_first = False
