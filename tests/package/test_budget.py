@@ -33,7 +33,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/bench": (4, 680),
     "tests/attn": (26, 5915),
     "tests/c": (32, 7940),
-    "tests/campaigns": (21, 4545),
+    "tests/campaigns": (21, 4330),
     "tests/cli": (12, 2025),
     "tests/emulator": (27, 4654),
     "tests/gpu": (10, 1533),
