@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,13 +16,28 @@ from ringtile.sequence.plan import rank_plan
 from ringtile.sequence.rounds import Round
 from torch import Tensor
 
+CPU = torch.device("cpu")
 AMPERE, HOPPER, BLACKWELL, GEFORCE = (8, 0), (9, 0), (10, 0), (12, 0)
+
+
+class OnGpu(Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
 
 
 def a_block(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, v_head_dim: int | None = None) -> Block:
     plan = rank_plan(IntervalMask.causal(8), Layout.contiguous(8, 1), 0)
     q, k, v = (torch.zeros(1, 8, 2, dim, dtype=dtype) for dim in (head_dim, head_dim, v_head_dim or head_dim))
-    return Block(q, k, v, Round.all_of(plan, q.device)[0], 0.25, 0.0)
+    return Block(OnGpu(q), k, v, Round.all_of(plan, CPU)[0], 0.25, 0.0)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    """With kernels in use, and the attention that aten has there."""
+    monkeypatch.setattr(ops, "why_no_kernels", lambda device: "")
+    monkeypatch.setitem(aten.ATEN, "cpu", aten.ATEN["cuda"])
+    return lambda capability: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
 
 def test_cudnn_takes_no_packed_documents() -> None:
@@ -81,25 +97,20 @@ def test_torch_stays_as_the_user_has_it() -> None:
         (a_block(head_dim=128), True, GEFORCE, ""),
     ],
 )
-def test_a_slow_path_has_a_name(block: Block, backward: bool, capability: tuple[int, int], reason: str) -> None:
-    assert why_slow(block, capability, backward=backward).startswith(reason)
-    assert bool(why_slow(block, capability, backward=backward)) == bool(reason)
+def test_a_slow_path_has_a_name(on_gpu: Any, block: Block, backward: bool, capability: Any, reason: str) -> None:
+    on_gpu(capability)
+    assert why_slow(block, backward=backward).startswith(reason)
+    assert bool(why_slow(block, backward=backward)) == bool(reason)
 
 
-def test_rows_of_a_view_and_dropout_are_slow_by_name() -> None:
+def test_rows_of_a_view_and_dropout_are_slow_by_name(on_gpu: Any) -> None:
     block = a_block()
     moved = torch.zeros(8 * 2 * 64 + 1, dtype=torch.bfloat16)[1:].view(1, 8, 2, 64)  # 2 bytes behind
     assert misaligned(block) == ""
     assert misaligned(block._replace(v=moved)).startswith("rows of v do not begin at multiples of 16 bytes")
     assert misaligned(a_block(head_dim=60)).startswith("rows of q do not begin at")
     dropout = AttentionDropout(0.1, torch.zeros(1, dtype=torch.int64), 1)
-    assert "dropout" in why_slow(block._replace(dropout=dropout), HOPPER, backward=False)
-
-
-class OnGpu(Tensor):
-    """Says that it is on a GPU."""
-
-    is_cuda = True
+    assert "dropout" in why_slow(block._replace(dropout=dropout), backward=False)
 
 
 FA4, FA3, CUDNN, FLASH = aten.ATEN["cuda"]
@@ -119,25 +130,26 @@ OWN = choose.RINGTILE
     ],
 )
 def test_a_rule_says_who_is_asked_first(
-    monkeypatch: pytest.MonkeyPatch, setting: str, capability: Any, backward: bool, options: Any, order: Any
+    monkeypatch: pytest.MonkeyPatch,
+    on_gpu: Any,
+    setting: str,
+    capability: Any,
+    backward: bool,
+    options: Any,
+    order: Any,
 ) -> None:
     """So that all ranks and all runs choose alike."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(ops, "why_no_kernels", lambda device: "")
-    monkeypatch.setitem(aten.ATEN, "cpu", aten.ATEN["cuda"])
+    on_gpu(capability)
     block = a_block(**options)
-    block = block._replace(q=OnGpu(block.q))
     assert choose._in_order(setting, block, backward) == order
     if setting == "auto":
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
         assert choose._in_order(setting, block, backward)[0] is OWN
 
 
-def test_a_slow_path_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_path_is_named_once(on_gpu: Any, caplog: pytest.LogCaptureFixture) -> None:
     choose._say_once.cache_clear()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
-    slow = a_block(torch.float32)
     for where in ("here", "there"):
-        choose._tell(OWN, slow._replace(q=OnGpu(slow.q)), where, "forward")
+        choose._tell(OWN, a_block(torch.float32), where, backward=False)
     (message,) = caplog.messages
     assert message.startswith("attention by ringtile's kernels is slow here: torch.float32 has no kernel for tensor")

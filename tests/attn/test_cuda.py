@@ -16,6 +16,7 @@ from ringtile.attn import choose
 from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Block
 from ringtile.cli import doctor
+from ringtile.sequence.plan import Shape
 from ringtile.sequence.rounds import Queries, Round
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -120,17 +121,21 @@ def test_attention_without_kernels_is_atens(monkeypatch: pytest.MonkeyPatch) -> 
     queries = Queries(torch.device("cpu"), mask.begin, mask.end, torch.arange(8))
     round = Round(queries, ops.runs_tensor([(0, 1, 0, 8)]))
     assert len(round.squares) == 1  # found in real tensors
+
+    def kind(setting: str) -> choose.Kind:
+        return False, False, Shape(1, 2, 2, 64, 64, torch.bfloat16), setting, (), ()
+
     with FakeTensorMode():
         x = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
         block = Block(x, x, x, round, 1.0, 0.0)
-        assert choose._choose("auto", block, False, False) in ATEN["cuda"]
+        assert choose._choose(block, kind("auto")) in ATEN["cuda"]
         with pytest.raises(RefusedError, match=r"'ringtile', but .* is not in use here: not built: .*to auto or aten"):
-            choose._choose("ringtile", block, False, False)
+            choose._choose(block, kind("ringtile"))
         x = x.float()
         with pytest.raises(
             RefusedError, match=r"not built: .*takes bfloat16 and float16 on CUDA.*change what both lack"
         ):
-            choose._choose("auto", block._replace(q=x, k=x, v=x), False, False)
+            choose._choose(block._replace(q=x, k=x, v=x), kind("auto"))
 
 
 def test_doctor_says_which_kernels_serve_a_gpu() -> None:

@@ -171,28 +171,35 @@ def _rows(block: Block, indices: Tensor) -> Tensor:
     return row_of[torch.where(there, indices, size)]
 
 
-def why_slow(block: Block, capability: tuple[int, int], *, backward: bool) -> str:
-    """Return why ringtile has no kernel for such a block on the tensor cores of that architecture
-    (cuda/attn/dispatch.cu), and takes some times longer than it could; "" if it has."""
-    head_dim = max(block.q.size(3), block.v.size(3))
+def why_slow(block: Block, *, backward: bool) -> str:
+    """Return why ringtile's kernel for such a block takes some times longer than it could; "" if it does not.
+
+    It has none for the tensor cores of the GPU's architecture (cuda/attn/dispatch.cu), or the tiles of the CPU.
+    """
+    q, head_dim = block.q, max(block.q.size(3), block.v.size(3))
+    if not q.is_cuda:
+        return ops.why_no_amx() if q.dtype == torch.bfloat16 else ""
+    if ops.why_no_kernels(q.device):  # in use there
+        return ""
     if block.indices is not None:
         return "torch operations gather the keys that indices choose, for which there is no CUDA kernel"
     if block.dropout is not None:
         return "dropout of weights has no kernel for tensor cores; set the model's attention dropout to 0"
-    if block.q.dtype not in (torch.bfloat16, torch.float16):
-        return f"{block.q.dtype} has no kernel for tensor cores; train in bfloat16 (bf16: true) or float16"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{q.dtype} has no kernel for tensor cores; train in bfloat16 (bf16: true) or float16"
     if head_dim > 256:
         return f"head dim {head_dim} has no kernel for tensor cores, which take at most 256"
-    if capability[0] in (10, 11):
-        return f"sm_{capability[0]}0 has no kernel of its own, only those of sm_80"
-    if backward and capability[0] == 9 and head_dim > 128:
+    major, _ = torch.cuda.get_device_capability(q.device)
+    if major in (10, 11):
+        return f"sm_{major}0 has no kernel of its own, only those of sm_80"
+    if backward and major == 9 and head_dim > 128:
         return f"the backward of head dim {head_dim} has no kernel of sm_90a, only those of sm_80"
     return ""
 
 
 def misaligned(block: Block) -> str:
-    """Return which rows ringtile's CUDA kernels read number by number; "" if none."""
-    for name, x in (("q", block.q), ("k", block.k), ("v", block.v)):
+    """Return which rows a CUDA kernel of ringtile's reads number by number; "" if none."""
+    for name, x in (("q", block.q), ("k", block.k), ("v", block.v)) if block.q.is_cuda else ():
         rows = [x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:3])]
         if any(number % 16 for number in rows):
             return f"rows of {name} do not begin at multiples of 16 bytes: {tuple(x.shape)}, strides {x.stride()}"

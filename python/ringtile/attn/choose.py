@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
-from ringtile import ops, self_test
+from ringtile import self_test
 from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Running, misaligned, why_slow
 from ringtile.attn.call import AttentionCall, unwritten_keys
 from ringtile.attn.self_test import mark_wrong, why_wrong
 from ringtile.errors import RefusedError
+from ringtile.sequence.plan import Shape
 from ringtile.sequence.rounds import Round
 
 RINGTILE: Backend = Ringtile()
@@ -36,7 +37,7 @@ def forward(call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, 
     """Merge the keys of a round into the state."""
     block = Block(q, k, v, round, call.scale, call.softcap, call.dropout, call.indices)
     kept = () if state.fresh else (state.out, state.lse)
-    _run(call, block, lambda backend: backend.forward(block, state), kept, takes_dlse=False, backward=False)
+    _run(block, _kind_of(call, False, False), lambda backend: backend.forward(block, state), kept)
 
 
 def backward(
@@ -45,26 +46,17 @@ def backward(
     """Add the gradients of a round."""
     block = Block(q, k, v, round, call.scale, call.softcap, call.dropout, call.indices)
     kept = grads[:1] if grads.fresh else grads[:3]
-    options = {"takes_dlse": final.dlse is not None, "backward": True}
-    _run(call, block, lambda backend: backend.backward(block, final, grads), kept, **options)
+    kind = _kind_of(call, final.dlse is not None, True)
+    _run(block, kind, lambda backend: backend.backward(block, final, grads), kept)
 
 
-def _run(
-    call: AttentionCall,
-    block: Block,
-    compute: Callable[[Backend], None],
-    kept: tuple[Tensor, ...],
-    *,
-    takes_dlse: bool,
-    backward: bool,
-) -> None:
+def _run(block: Block, kind: Kind, compute: Callable[[Backend], None], kept: tuple[Tensor, ...]) -> None:
     """Compute a block by the backend that is chosen; by another one where that of a library raises.
 
     kept: what it adds to. Where that has changed, the error goes on.
     """
-    kind = _kind_of(call, takes_dlse, backward)
     while True:
-        backend = _chosen(call, block, kind)
+        backend = _chosen(block, kind)
         if backend is RINGTILE:
             return compute(backend)
         versions = _versions(kept)
@@ -99,26 +91,27 @@ def check(call: AttentionCall, q: Tensor, *, takes_dlse: bool, backward: bool) -
     k, v = unwritten_keys(q, 1, v_head_dim)
     q = q.new_empty((1, 1, 1 if num_heads == num_kv_heads else 2, head_dim))  # others run where each has a kv head
     for round in rounds if num_heads else ():
-        _chosen(call, Block(q, k, v, round, call.scale, call.softcap, call.dropout, call.indices), kind)
+        _chosen(Block(q, k, v, round, call.scale, call.softcap, call.dropout, call.indices), kind)
 
 
 # ---- who does it --------------------------------------------------------------------------------
 
-# What decides who computes a block of a sequence, apart from its round.
-Kind: TypeAlias = "tuple[object, ...]"
+# What decides who computes a block, apart from its round: whether it takes a gradient of lse, backward, shape, setting,
+# options, and what the user has told torch.
+Kind: TypeAlias = tuple[bool, bool, Shape, str, tuple[bool, ...], tuple[object, ...]]
 
 
 def _kind_of(call: AttentionCall, takes_dlse: bool, backward: bool) -> Kind:
     options = call.dropout is not None, call.softcap != 0, call.indices is not None
-    told = current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()  # to torch, by the user
+    told = current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()
     return takes_dlse, backward, call.shape, call.attention_kernel, options, told
 
 
-def _chosen(call: AttentionCall, block: Block, kind: Kind) -> Backend:
+def _chosen(block: Block, kind: Kind) -> Backend:
     """Return who computes this block, found out once. RefusedError: nobody can."""
     backend: Backend | None = block.round.backends.get(kind)
     if backend is None:
-        backend = _choose(call.attention_kernel, block, *kind[:2])
+        backend = _choose(block, kind)
         if not _captures(block.q):
             block.round.backends[kind] = backend
     return backend
@@ -129,15 +122,16 @@ def _captures(q: Tensor) -> bool:
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _choose(setting: str, block: Block, takes_dlse: object, backward: object) -> Backend:
+def _choose(block: Block, kind: Kind) -> Backend:
     """Return the first backend that supports this block. Raise RefusedError listing why each one does not."""
+    takes_dlse, backward, _, setting, *_ = kind
     q, k, v = block.q, block.k, block.v
     if q.is_meta or (block.indices is not None and setting != "aten"):  # for which nobody else has one
         return RINGTILE
     unable: dict[str, str] = {}
     wrong: dict[str, str] = {}
     where = f"{q.dtype} with head dims {q.size(3)} and {v.size(3)} on {q.device}"
-    for backend in _in_order(setting, block, bool(backward)):
+    for backend in _in_order(setting, block, backward):
         is_own = backend is RINGTILE
         options = (block.dropout is not None, bool(block.round.key_bounds)) if is_own else ()
         if reason := backend.lacks(block) or (_NO_DLSE if takes_dlse and not is_own else ""):
@@ -147,7 +141,7 @@ def _choose(setting: str, block: Block, takes_dlse: object, backward: object) ->
         else:
             for name, reason in wrong.items():
                 self_test.warn_once(name, where, reason, backend.name)
-            _tell(backend, block, where, "backward" if backward else "forward")
+            _tell(backend, block, where, backward=backward)
             return backend
     said = "; ".join(f"{name} {why}" for name, why in (unable | wrong).items())
     otherwise = _OTHERWISE[setting] if wrong or setting != "auto" else "change what both lack"
@@ -164,26 +158,22 @@ _OTHERWISE = {
 
 def _in_order(setting: str, block: Block, backward: bool) -> tuple[Backend, ...]:
     """Return the backends that may be used, the one to be asked first in front."""
-    q, others = block.q, ATEN[block.q.device.type]
+    others = ATEN[block.q.device.type]
     if setting != "auto":
         return (RINGTILE,) if setting == "ringtile" else others
     faster: tuple[Backend, ...] = ()
-    if not q.is_cuda:
-        faster = others if q.dtype == torch.bfloat16 and ops.why_no_amx() else ()
-    elif not (ops.why_no_kernels(q.device) or torch.are_deterministic_algorithms_enabled()):
-        capability = torch.cuda.get_device_capability(q.device)
-        # The last one is torch's flash attention, which has kernels of sm_80 too.
-        faster = others[:-1] if why_slow(block, capability, backward=backward) else ()
+    if why_slow(block, backward=backward) and not torch.are_deterministic_algorithms_enabled():
+        # The last one for a GPU is torch's flash attention, which has kernels of sm_80 too.
+        faster = others[:-1] if block.q.is_cuda else others
     return *faster, RINGTILE, *(each for each in others if each not in faster)
 
 
-def _tell(backend: Backend, block: Block, where: str, direction: str) -> None:
-    """Say who computes, and on a GPU why ringtile's kernels are slow, where they are: a slow run looks like others."""
+def _tell(backend: Backend, block: Block, where: str, *, backward: bool) -> None:
+    """Say who computes, and why ringtile's kernels are slow, where they are: a slow run looks like any other."""
+    direction = "backward" if backward else "forward"
     _say_once(logging.INFO, f"attention {direction} of {where} is computed by {backend.name}")
-    if backend is RINGTILE and block.q.is_cuda:
-        capability = torch.cuda.get_device_capability(block.q.device)
-        if reason := why_slow(block, capability, backward=direction == "backward") or misaligned(block):
-            _say_once(logging.WARNING, f"attention by ringtile's kernels is slow here: {reason}")
+    if backend is RINGTILE and (reason := why_slow(block, backward=backward) or misaligned(block)):
+        _say_once(logging.WARNING, f"attention by ringtile's kernels is slow here: {reason}")
 
 
 @functools.cache
