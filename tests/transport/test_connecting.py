@@ -167,8 +167,8 @@ def test_what_has_no_room_is_no_part_of_the_next_word(is_header: bool) -> None:
     one = socket.create_connection(listener.getsockname())
     one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 50_000)
     other, _ = listener.accept()
-    sender = sockets.SocketChannel({0: one}, 1.0)
-    other.settimeout(0.5)
+    sender = sockets.SocketChannel({0: one}, 0.3)
+    other.settimeout(0.2)
     received, numbers = bytearray(), iter(range(10**6))
     one.sendall(b"y" * 1000)  # else the kernel's pages, and so its room, end where a word does
 

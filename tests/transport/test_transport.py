@@ -35,12 +35,12 @@ from ringtile.transport.groups import Group, group_name, transport_of
 from ringtile.transport.loopback import LoopbackGroup
 
 
-def pass_on(group: Group, *, op: str = "test", rounds: int = 2) -> list[float]:
+def pass_on(group: Group, *, rounds: int = 2) -> list[float]:
     """Every rank sends its number once around the ring; what it got in each round."""
     transport = transport_of(group)
     successor, predecessor = ((transport.rank + step) % transport.world_size for step in (1, -1))
     token, got = torch.full((3,), float(transport.rank)), []
-    with transport.agree(op, {"rounds": rounds}):
+    with transport.agree("test", {"rounds": rounds}):
         for i in range(rounds):
             received = torch.empty(3)
             transport.exchange({successor: token}, {predecessor: received}, f"round {i}").wait()
@@ -103,15 +103,6 @@ def test_a_skipped_call_is_named() -> None:
 
     messages = LoopbackWorld(2).run(on_rank)
     assert "disagree on call in call 1 (test): rank 0 has 1, rank 1 has 2" in messages[0]
-
-
-def test_another_op_is_named() -> None:
-    def on_rank(group: LoopbackGroup) -> str:
-        return message_of(RingMismatchError, lambda: pass_on(group, op=f"op of {group.transport.rank}"))
-
-    assert (
-        "disagree on op in call 1 (op of 0): rank 0 has op of 0, rank 1 has op of 1" in LoopbackWorld(2).run(on_rank)[0]
-    )
 
 
 @pytest.mark.parametrize("noise", [bytes(HEADER_BYTES), b"[" * HEADER_BYTES])
@@ -315,15 +306,7 @@ def test_a_rank_that_does_not_come_to_an_agreed_call_is_named_by_all(dies: bool)
         list(worlds.map(lambda odd: one_rank_does_not_come(odd, dies), [0, 1, 2, 7]))
 
 
-@pytest.mark.parametrize(
-    ("world_size", "victim", "late", "says_it_is_here"),
-    [(8, 1, set(), True), (20, 1, set(), True), (8, 7, {0, 2, 6}, False), (8, 3, {0, 1}, False)],
-    ids=["it has come", "it has come, of many", "its neighbors are late", "its neighbor is, and another"],
-)
-def test_a_silent_rank_is_named_within_two_seconds_after_the_timeout(
-    world_size: int, victim: int, late: set[int], says_it_is_here: bool
-) -> None:
-    """Of the first rank that waits. The late ones come just before it; the victim may have come, and been stopped."""
+def one_rank_is_silent(world_size: int, victim: int, late: set[int], says_it_is_here: bool) -> None:
     done, began, seconds = threading.Barrier(world_size), time.monotonic(), 2.5
 
     def on_rank(group: LoopbackGroup) -> tuple[str, float]:
@@ -342,6 +325,14 @@ def test_a_silent_rank_is_named_within_two_seconds_after_the_timeout(
         assert message.startswith(f"rank {victim} was lost in the header of call 1 (test) of rank {rank}: "), message
         assert "nothing came for 2.5 s" in message
         assert taken < seconds + 2
+
+
+def test_a_silent_rank_is_named_within_two_seconds_after_the_timeout() -> None:
+    """Of the first rank that waits. The victim has come, and been stopped, also where there are many; or its neighbors,
+    or one of them and another rank, come just before the timeout. The worlds wait at the same time."""
+    worlds = [(8, 1, set(), True), (20, 1, set(), True), (8, 7, {0, 2, 6}, False), (8, 3, {0, 1}, False)]
+    with concurrent.futures.ThreadPoolExecutor(len(worlds)) as threads:
+        list(threads.map(lambda world: one_rank_is_silent(*world), worlds))
 
 
 # ---- CUDA graphs --------------------------------------------------------------------------------
