@@ -5,8 +5,11 @@ Shape letters: B batch, S global tokens, H query heads, G kv heads, D head dim, 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from oracle import Attention
 from ringtile import IntervalMask, Layout, LoopbackWorld, ShardedSequence, ops, ring_attention
@@ -31,6 +34,16 @@ def uneven(seq_len: int, world_size: int) -> Layout:
     last = 2 * world_size - 2
     pairs = [[(2 * rank + 1, 1, 1, 1), (2 * rank, 1, 0, 1)] for rank in range(world_size - 1)]
     return Layout.from_runs([*pairs, [(last, 1, 0, seq_len - last)]])
+
+
+def each_with_a_layout(names: Iterable[str]) -> list[Any]:
+    """Rows (mask, layout): each mask with a layout, in turn; `long` with all others."""
+    layouts = ("contiguous", "zigzag", "balanced", "uneven")
+    every = itertools.product(enumerate(names), enumerate(layouts))
+    return [
+        pytest.param(mask, layout, marks=() if i % len(layouts) == j else pytest.mark.long)
+        for (i, mask), (j, layout) in every
+    ]
 
 
 def layout_of(name: str, mask: IntervalMask, world_size: int) -> Layout:

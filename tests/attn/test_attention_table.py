@@ -37,7 +37,7 @@ from attention_calls import (
     same_bits,
     together,
 )
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kernels_off import kernels_off
 from oracle import Attention, gradients_with_sinks, kept
@@ -346,7 +346,6 @@ def any_calls(draw: st.DrawFn) -> Call:
     return Call(p, draw(any_masks(batch, seq_len)), draw(layouts(seq_len, world_size)), scheme, options)
 
 
-@settings(max_examples=3 * settings.default.max_examples)
 @given(any_calls())
 @example(Call(problem(seq_len=8), IntervalMask.causal(8), Layout.striped(8, 8), "ring", {}))  # one token a rank
 def test_any_call_equals_the_definition(call: Call) -> None:

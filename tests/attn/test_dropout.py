@@ -1,11 +1,9 @@
-"""The op ringtile::dropout: which features stay, against Python integers; and that they stay as if by chance.
+"""The op ringtile::dropout: which features stay, against Python integers.
 
 The published numbers of the generator, every dtype and tail, and the exact threshold are in tests/c/test_dropout.c.
 """
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
@@ -46,45 +44,6 @@ def test_every_feature_stays_or_goes_as_its_random_word_says() -> None:
         for feature in range(11):
             word = random_word(row, position, feature, SEED, step, STREAM)
             assert bool(got[token, feature]) == (word < round((1 - p) * 2**32))
-
-
-@pytest.mark.in_torch_too
-def test_the_mask_of_a_token_depends_on_its_place_alone() -> None:
-    places, order = places_of(3, 40), torch.randperm(120)
-    whole = kept(places, 37)
-    assert torch.equal(kept(places[order], 37), whole[order])
-    tiles = [kept(tile.contiguous(), 37) for tile in places.split(7)]
-    assert torch.equal(torch.cat(tiles), whole)
-    assert torch.equal(kept(places, 21), whole[:, :21])
-
-
-def chi_square(counts: Tensor, expected: Tensor | float) -> float:
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
-def bound(freedom: int) -> float:
-    """Chi-square exceeds freedom + 2 sqrt(freedom t) + 2 t with probability at most exp(-t) (Laurent & Massart, 2000,
-    lemma 1); t = 20. The seed is fixed, so that the test cannot fail by chance later."""
-    return freedom + 2 * math.sqrt(freedom * 20) + 2 * 20
-
-
-def test_masks_of_neighbors_are_independent() -> None:
-    """The four outcomes of each pair occur as often as those of two independent draws: 3 degrees of freedom."""
-    p, places = 0.25, places_of(9, 129)
-    mask = kept(places, 65, p).view(9, 129, 65)
-    base = mask[:8, :128, :64]
-    others = {
-        "row": mask[1:, :128, :64],
-        "position": mask[:8, 1:, :64],
-        "feature": mask[:8, :128, 1:],
-        "step": kept(places, 65, p, step=1).view_as(mask)[:8, :128, :64],
-        "seed": kept(places, 65, p, seed=SEED + 1).view_as(mask)[:8, :128, :64],
-        "module": kept(places, 65, p, stream=STREAM + 1).view_as(mask)[:8, :128, :64],
-    }
-    chance = torch.tensor([p * p, p * (1 - p), p * (1 - p), (1 - p) ** 2]) * base.numel()
-    for name, other in others.items():
-        counts = torch.bincount((2 * base.int() + other.int()).flatten(), minlength=4)
-        assert chi_square(counts, chance) <= bound(3), name
 
 
 @pytest.mark.in_torch_too

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from attention_calls import FLOAT64_TOLERANCE, MASKS, layout_of, problem
+from attention_calls import FLOAT64_TOLERANCE, MASKS, each_with_a_layout, layout_of, problem
 from counting import Counting
 from oracle import dense_attention
 from ringtile import (
@@ -31,9 +31,6 @@ from ringtile.attn.indexed import choose_keys
 from strategies import dense
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-ONE_SIDED = [name for name in MASKS if name != "tree"]
-LAYOUTS = ("contiguous", "zigzag", "balanced", "uneven")
 
 
 class Indexer(NamedTuple):
@@ -75,8 +72,7 @@ def chosen_on(of: Indexer, mask: IntervalMask, layout: Layout, count: int, autoc
     return LoopbackWorld(layout.world_size).run(rank)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ONE_SIDED)
+@pytest.mark.parametrize(("name", "layout"), each_with_a_layout(name for name in MASKS if name != "tree"))
 def test_choice_is_that_of_a_stable_sort_on_any_ranks(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ties included; in blocks of few queries and keys; ascending, then -1."""
     mask, of = MASKS[name], indexer()
@@ -106,8 +102,7 @@ def test_of_scores_of_zero_the_first_keys_are_chosen() -> None:
     assert torch.equal(as_matrix(chosen_on(of, mask, Layout.zigzag(48, 2), 6), 48), by_sorting(of, mask, 6))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["causal", "documents", "padding"])
+@pytest.mark.parametrize(("name", "layout"), each_with_a_layout(["causal", "documents", "padding"]))
 def test_attention_is_the_dense_one_over_the_chosen_keys(name: str, layout: str) -> None:
     """out and gradients, with sinks and without, on any ranks."""
     p, mask = problem(batch=2), MASKS[name]

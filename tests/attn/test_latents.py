@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from attention_calls import FLOAT64_TOLERANCE, MASKS, layout_of
+from attention_calls import FLOAT64_TOLERANCE, MASKS, each_with_a_layout, layout_of
 from oracle import dense_attention
 from ringtile import (
     InputError,
@@ -103,8 +103,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
 SCHEMES = {1: ["ring"], 2: ["ring", "all_gather", "ulysses"], 3: ["ring", "all_gather"], 4: ["ring", "usp:2", "auto"]}
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced", "uneven"])
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("name", "layout"), each_with_a_layout(MASKS))
 def test_expanded_blocks_are_what_one_process_expands(name: str, layout: str) -> None:
     mask, p = MASKS[name], problem()
     expected = exact(p, dense(mask))
@@ -124,8 +123,7 @@ def attend_chosen(q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSequ
     return out
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced", "uneven"])
-@pytest.mark.parametrize("name", ["causal", "documents", "padding"])
+@pytest.mark.parametrize(("name", "layout"), each_with_a_layout(["causal", "documents", "padding"]))
 def test_chosen_keys_are_made_of_latents(name: str, layout: str) -> None:
     mask, p = MASKS[name], problem()
     known = CHOSEN.long().masked_fill(CHOSEN < 0, 48)
