@@ -61,24 +61,6 @@ static void test_runs_check_refuses_each_malformed_run(void) {
     CHECK_STATUS(rt_runs_check(NULL, 0, -1), RT_BAD_SHAPE);
 }
 
-// Two random progressions are refused exactly if they share a number.
-static void test_runs_check_finds_every_shared_position(void) {
-    uint64_t state = 3;
-    for (int round = 0; round < 2000; round++) {
-        rt_run runs[2];
-        bool seen[200] = {false}, shared = false;
-        for (int r = 0; r < 2; r++) {
-            runs[r] = (rt_run){random_int(&state, 0, 60), random_int(&state, 1, 9), 20 * r, random_int(&state, 1, 15)};
-            for (int64_t j = 0; j < runs[r].length; j++) {
-                bool *at = &seen[runs[r].global_begin + j * runs[r].stride];
-                shared |= *at;
-                *at = true;
-            }
-        }
-        CHECK_STATUS(rt_runs_check_inside(runs, 2, 40, INT64_MAX), shared ? RT_BAD_RUN : RT_OK);
-    }
-}
-
 static void test_layout_check_accepts_the_named_layouts(void) {
     rt_layout_place places[16];
     const rt_run contiguous[] = {{0, 1, 0, 8}, {8, 1, 0, 8}};
@@ -159,26 +141,6 @@ static void test_positions_fill_every_local_token(void) {
     CHECK_STATUS(rt_runs_positions(twice, 2, positions, 5), RT_BAD_RUN);
     CHECK_STATUS(rt_runs_positions(runs, 2, NULL, 5), RT_BAD_POINTER);
     CHECK_STATUS(rt_runs_positions(NULL, 0, NULL, 0), RT_OK);
-}
-
-// A random layout passes; with any one run moved by one position it is refused.
-static void test_random_layouts_check_and_break(void) {
-    uint64_t state = 1;
-    for (int round = 0; round < 200; round++) {
-        layout l = random_layout(&state, random_int(&state, 0, 60));
-        rt_layout_place *places = must_alloc((size_t)l.run_offsets[l.num_ranks] * sizeof(*places));
-        CHECK_STATUS(rt_layout_check(l.runs, l.run_offsets, l.num_ranks, l.seq_len, places), RT_OK);
-        const int64_t num_runs = l.run_offsets[l.num_ranks];
-        if (num_runs > 0) {
-            rt_run *run = &l.runs[random_int(&state, 0, num_runs - 1)];
-            if (random_int(&state, 0, 1))
-                run->global_begin++;
-            else
-                run->local_begin++;
-            CHECK(rt_layout_check(l.runs, l.run_offsets, l.num_ranks, l.seq_len, places) != RT_OK);
-        }
-        free(places);
-    }
 }
 
 // ---- rows --------------------------------------------------------------------------------------------------
@@ -446,13 +408,11 @@ static void test_rows_refuse_malformed_params(void) {
 int main(void) {
     test_status_messages_are_distinct();
     test_runs_check_refuses_each_malformed_run();
-    test_runs_check_finds_every_shared_position();
     test_positions_fill_every_local_token();
     test_layout_check_accepts_the_named_layouts();
     test_layout_check_refuses_runs_that_do_not_partition();
     test_layout_check_takes_time_for_runs();
     test_layout_check_walks_dense_runs();
-    test_random_layouts_check_and_break();
     test_rows_of_any_tensors();
     test_rows_are_added_once();
     test_rows_refuse_malformed_params();
