@@ -57,6 +57,14 @@ static inline bool is_close(double got, double want, double bound) {
             printf("%s:%d: %s: got %.17g, expected %.17g +- %.3g\n", __FILE__, __LINE__, #got, got_, want_, bound_);   \
     } while (0)
 
+// call, of params `bad` that are the good ones but for a field, must give a status.
+#define CHECK_REFUSED(type, good, field, value, call, status)                                                          \
+    do {                                                                                                               \
+        type bad = good;                                                                                               \
+        bad.field = value;                                                                                             \
+        CHECK_STATUS(call, status);                                                                                    \
+    } while (0)
+
 static inline int check_finish(void) {
     printf("%" PRId64 " passed, %" PRId64 " failed\n", num_passed, num_failed);
     return num_failed > 0;

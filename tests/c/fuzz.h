@@ -1,6 +1,7 @@
 // What the fuzz programs share. Each draws problems that are valid, breaks some of their fields, and judges every call:
-// a problem that the rules of ringtile.h forbid must be refused, a valid one must give the reference's result, and the
-// sanitizers see to the rest. `fuzz_x [TRIALS [SEED]]`; a trial is known by its seed and number alone.
+// a problem that the rules of ringtile.h forbid must be refused, a valid one must give the same result wherever its
+// arrays lie, and the sanitizers see to the rest. `fuzz_x [TRIALS [SEED]]`; a trial is known by its seed and number
+// alone.
 #ifndef RINGTILE_TESTS_FUZZ_H
 #define RINGTILE_TESTS_FUZZ_H
 
@@ -297,6 +298,14 @@ static inline void add_optional(arrays *all, bool is_output, rt_dtype dtype, con
                                 const int64_t *sizes) {
     all->optional[all->count] = true;
     add(all, is_output, dtype, field, ndim, sizes, NULL);
+}
+
+// A call of hostile sizes may ask for more than there is; it gets less, and must refuse.
+static inline void *give_workspace(int64_t *num_bytes, const arrays *all) {
+    if (*num_bytes > (int64_t)1 << 30) *num_bytes = 0;
+    void *const workspace = aligned_alloc(64, (size_t)*num_bytes + 64);
+    if (all->small_workspace) *num_bytes -= 64;
+    return workspace;
 }
 
 // Breaks up to two things of a valid call, before its arrays are added. Returns whether it is still valid.

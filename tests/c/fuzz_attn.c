@@ -1,40 +1,14 @@
 // Attention: forward, backward, delta and the sizes of their workspaces.
-#include "attn_reference.h"
 #include "fuzz.h"
 
-enum {
-    RUNS = 4,
-    Q = 0,
-    K,
-    V,
-    DOUT,
-    OUT,
-    LSE,
-    DELTA,
-    DQ,
-    DK,
-    DV,
-    BEGIN,
-    END,
-    KEY_BEGIN,
-    KEY_END,
-    POSITIONS,
-    ROWS,
-    ROUNDED,
-    NUM_BLOCKS = ROUNDED + 3
-};
-static const int rounded_from[3] = {OUT, DK, DV}; // of the blocks from ROUNDED on
+enum { RUNS = 4 };
 typedef enum pass { FORWARD, BACKWARD, DELTA_PASS } pass;
 
-typedef struct problem {
+typedef struct attn_call {
     pass pass;
-    rt_attn_params p;
-    rt_parallel parallel;
+    rt_attn_params p; // of the delta, too
     rt_run runs[RUNS];
-    int64_t num_runs; // that exist
-    block x[NUM_BLOCKS];
-    bool rounds, two_sides, valid, no_params;
-} problem;
+} attn_call;
 
 // ---- fields ------------------------------------------------------------------------------------------------
 
@@ -52,17 +26,16 @@ enum {
     KEY_STRIDE,
     STRIDES
 };
-enum { RUN_FIELDS = STRIDES + 8 * 3, NUM_FIELDS = RUN_FIELDS + RUNS * 4 };
+enum { NUM_STRIDED = 8, RUN_FIELDS = STRIDES + NUM_STRIDED * 3, NUM_FIELDS = RUN_FIELDS + RUNS * 4 };
 
-static int64_t *strides_of(rt_attn_params *p, int array) {
-    int64_t *const strides[] = {[Q] = p->q_stride,       [K] = p->k_stride,     [V] = p->v_stride,
-                                [DOUT] = p->dout_stride, [OUT] = p->out_stride, [DQ] = p->dq_stride,
-                                [DK] = p->dk_stride,     [DV] = p->dv_stride};
-    return strides[array];
+// Of q, k, v, dout, out, dq, dk, dv.
+static int64_t *strides_of(rt_attn_params *p, int i) {
+    int64_t *const strides[NUM_STRIDED] = {p->q_stride,   p->k_stride,  p->v_stride,  p->dout_stride,
+                                           p->out_stride, p->dq_stride, p->dk_stride, p->dv_stride};
+    return strides[i];
 }
 
-static int64_t *field_of(problem *c, int i) {
-    static const int strided[] = {Q, K, V, DOUT, OUT, DQ, DK, DV};
+static int64_t *field_of(attn_call *c, int i) {
     rt_attn_params *p = &c->p;
     int64_t *const fields[] = {NULL,
                                &p->batch,
@@ -76,7 +49,7 @@ static int64_t *field_of(problem *c, int i) {
                                &p->mask_batch_stride,
                                &p->key_mask_batch_stride};
     if (i < STRIDES) return fields[i];
-    if (i < RUN_FIELDS) return &strides_of(p, strided[(i - STRIDES) / 3])[(i - STRIDES) % 3];
+    if (i < RUN_FIELDS) return &strides_of(p, (i - STRIDES) / 3)[(i - STRIDES) % 3];
     return field_of_run(&c->runs[(i - RUN_FIELDS) / 4], (i - RUN_FIELDS) % 4);
 }
 
@@ -112,9 +85,9 @@ static const found corpus[] = {
 
 // ---- drawing -----------------------------------------------------------------------------------------------
 
-static void draw_valid(problem *c, uint64_t *state) {
+static void draw_valid(attn_call *c, uint64_t *state) {
     rt_attn_params *p = &c->p;
-    *c = (problem){.pass = (pass)random_int(state, FORWARD, DELTA_PASS), .valid = true};
+    *c = (attn_call){.pass = (pass)random_int(state, FORWARD, DELTA_PASS)};
     p->dtype = all_dtypes[random_int(state, 0, NUM_DTYPES - 1)];
     p->batch = random_int(state, 0, 5) ? random_int(state, 1, 2) : 0;
     p->num_queries = random_int(state, 0, 9) ? random_int(state, 1, 12) : 0;
@@ -125,12 +98,11 @@ static void draw_valid(problem *c, uint64_t *state) {
     p->scale = random_unit(state) / sqrt((double)p->head_dim);
     p->softcap = random_int(state, 0, 2) ? 0 : 3;
     p->fresh = random_int(state, 0, 1);
-    c->rounds = (c->pass == FORWARD || p->fresh) && random_int(state, 0, 1);
     p->lse_f64 = random_int(state, 0, 1);
     p->dropout = random_int(state, 0, 2) ? 0 : 0.5 + 0.4 * random_unit(state);
     p->seed = (uint32_t)random_bits(state), p->step = (uint32_t)random_bits(state);
     p->stream = (uint32_t)random_bits(state);
-    c->num_runs = p->num_k_runs = random_int(state, 0, RUNS);
+    p->num_k_runs = random_int(state, 0, RUNS);
     int64_t position = random_int(state, 0, 3);
     for (int r = 0; r < p->num_k_runs; r++) {
         c->runs[r] = (rt_run){position, random_int(state, 1, 3), p->num_keys, random_int(state, 1, 6)};
@@ -139,235 +111,129 @@ static void draw_valid(problem *c, uint64_t *state) {
     }
     if (!p->fresh && random_int(state, 0, 3) == 0) p->num_keys += random_int(state, 0, 2);
     p->mask_batch_stride = random_int(state, 0, 1) ? p->num_queries : 0;
-    c->two_sides = random_int(state, 0, 1);
     p->key_mask_batch_stride = random_int(state, 0, 1) ? p->num_keys : 0;
-    c->parallel =
-        (rt_parallel){.run = random_int(state, 0, 1) ? run_in_turn : NULL, .num_workers = random_int(state, 0, 3)};
-    const int64_t q[] = {p->batch, p->num_queries, p->num_heads, p->head_dim},
-                  k[] = {p->batch, p->num_keys, p->num_kv_heads, p->head_dim};
-    for (int i = 0; i < BEGIN; i++) {
-        if (i == LSE || i == DELTA) continue;
-        const bool of_keys = i == K || i == V || i == DK || i == DV, of_values = i != Q && i != K && i != DQ && i != DK;
-        int64_t sizes[4];
-        memcpy(sizes, of_keys ? k : q, sizeof(sizes));
-        if (of_values) sizes[3] = p->v_head_dim;
+    for (int i = 0; i < NUM_STRIDED; i++) {
+        const bool of_keys = i == 1 || i == 2 || i > 5, of_values = i == 2 || i == 3 || i == 4 || i == 7;
+        const int64_t sizes[] = {p->batch, of_keys ? p->num_keys : p->num_queries,
+                                 of_keys ? p->num_kv_heads : p->num_heads, of_values ? p->v_head_dim : p->head_dim};
         random_row_strides(state, 4, sizes, strides_of(p, i));
-        if (i < OUT && random_int(state, 0, 9) == 0) strides_of(p, i)[random_int(state, 0, 2)] = 0; // expanded
+        if (i < 4 && random_int(state, 0, 9) == 0) strides_of(p, i)[random_int(state, 0, 2)] = 0; // expanded
     }
 }
 
-// Breaks up to three things.
-static void spoil_problem(problem *c, uint64_t *state) {
-    for (int64_t times = random_int(state, 0, 3); times > 0; times--) {
-        c->valid = false;
-        const int64_t kind = random_int(state, 0, 20);
-        if (kind == 0) c->p.dtype = (rt_dtype)random_int(state, -1, 5);
-        if (kind == 1) c->p.scale = hostile_real(state);
-        if (kind == 2) c->p.softcap = hostile_real(state);
-        if (kind == 3) c->x[random_int(state, 0, ROUNDED - 1)].is_null = true;
-        if (kind == 4) c->x[random_int(state, 0, NUM_BLOCKS - 1)].is_skewed = true;
-        if (kind == 5) c->parallel = random_workers(state);
-        if (kind == 6) c->no_params = random_int(state, 0, 4) == 0;
-        if (kind == 7) c->p.fresh = !c->p.fresh;
-        if (kind == 20) c->p.dropout = hostile_real(state);
-        if (kind < 8 || kind == 20) continue;
-        int64_t *field = field_of(c, (int)random_int(state, 1, kind < 14 ? STRIDES - 1 : NUM_FIELDS - 1));
-        *field = hostile(state, *field);
-    }
-}
-
-// The arrays that the params describe.
-static void draw_blocks(problem *c) {
-    rt_attn_params *p = &c->p;
-    const int64_t bytes = (int64_t)dtype_bytes(p->dtype), state_bytes = p->dtype == RT_F64 ? 8 : 4;
-    for (int i = 0; i < NUM_BLOCKS; i++) {
-        block *x = &c->x[i];
-        const bool of_keys = i == K || i == V || i == DK || i == DV || i == KEY_BEGIN || i == KEY_END;
-        x->ndim = 4;
-        x->sizes[0] = p->batch, x->sizes[1] = of_keys ? p->num_keys : p->num_queries;
-        x->sizes[2] = of_keys ? p->num_kv_heads : p->num_heads;
-        x->sizes[3] = i == Q || i == K || i == DQ || i == DK ? p->head_dim : p->v_head_dim;
-        x->element_bytes = i < OUT ? bytes : state_bytes;
-        x->is_output = i == OUT || i >= DQ;
-        x->strides[3] = 1;
-        if (i == LSE || i == DELTA || i >= BEGIN) { // the judge refuses strides that wrap here by the number alone
-            const bool number = i < BEGIN;
-            x->sizes[3] = 1, x->sizes[2] = number ? p->num_heads : 1;
-            x->strides[0] =
-                number ? (int64_t)((uint64_t)p->num_heads * (uint64_t)p->num_queries) : p->mask_batch_stride;
-            if (i == KEY_BEGIN || i == KEY_END) x->strides[0] = p->key_mask_batch_stride;
-            x->strides[1] = 1, x->strides[2] = p->num_queries;
-            x->is_output = false;
-        } else {
-            memcpy(x->strides, strides_of(p, i), 3 * sizeof(int64_t));
-        }
-        if (i == LSE && p->lse_f64) x->element_bytes = 8;
-        if (i == LSE && c->pass == DELTA_PASS) x->element_bytes = 8; // dlse
-        if (i == OUT && c->pass == DELTA_PASS) x->element_bytes = bytes, x->is_output = false;
-        if (i >= BEGIN) x->element_bytes = 4;
-        if (i >= ROUNDED) { // as what is rounded, but contiguous and of the dtype
-            memcpy(x->sizes, c->x[rounded_from[i - ROUNDED]].sizes, sizeof(x->sizes));
-            x->element_bytes = bytes, x->is_output = true;
-            for (int d = 2; d >= 0; d--)
-                x->strides[d] = (int64_t)((uint64_t)x->strides[d + 1] * (uint64_t)x->sizes[d + 1]);
-            continue;
-        }
-        if (i < POSITIONS) continue;
-        x->element_bytes = 8;
-        x->sizes[0] = i == ROWS ? p->batch : 1, x->sizes[1] = i == ROWS ? 1 : p->num_queries;
-        x->strides[0] = 1;
-    }
-}
-
-// ---- judging -----------------------------------------------------------------------------------------------
-
-static bool is_used(const problem *c, int i) {
-    const pass pass = c->pass;
-    if (i >= ROUNDED) return c->rounds && pass == (i == ROUNDED ? FORWARD : BACKWARD);
-    if (i == POSITIONS) return pass != DELTA_PASS && (c->p.dropout > 0 || c->two_sides);
-    if (i >= POSITIONS) return pass != DELTA_PASS && c->p.dropout > 0;
-    if (i >= KEY_BEGIN) return pass != DELTA_PASS && c->two_sides;
-    if (pass == DELTA_PASS) return i == DOUT || i == OUT || i == LSE || i == DELTA;
-    const bool backward = i == DOUT || i == DELTA || i == DQ || i == DK || i == DV;
-    return backward ? pass == BACKWARD : i != OUT || pass == FORWARD;
-}
-
-static verdict judge_problem(const problem *c) {
+static bool is_forbidden(const attn_call *c, bool two_sides, bool rounds, verdict *of_runs) {
     const rt_attn_params *p = &c->p;
-    verdict result = c->valid ? VALID : UNKNOWN;
-    if (c->no_params || (int)p->dtype < 0 || p->dtype > RT_F16) return FORBIDDEN;
-    if (p->num_heads < 1 || p->v_head_dim < 1 || p->v_head_dim > RT_MAX_HEAD_DIM) return FORBIDDEN;
-    for (int i = 0; i < NUM_BLOCKS; i++)
-        if (is_used(c, i)) {
-            const verdict of_block = judge_block(&c->x[i]);
-            result = worse(result, of_block == UNKNOWN ? result : of_block);
-        }
-    if (c->pass == DELTA_PASS) return result;
-    if (p->num_kv_heads < 1 || p->num_heads % p->num_kv_heads != 0) return FORBIDDEN;
-    if (p->head_dim < 1 || p->head_dim > RT_MAX_HEAD_DIM || p->num_k_runs < 0) return FORBIDDEN;
-    if (!is_real(p->dtype, p->scale) || !is_softcap(p->dtype, p->softcap)) return FORBIDDEN;
-    if (!(p->dropout >= 0 && p->dropout <= 1)) return FORBIDDEN;
-    if (p->mask_batch_stride != 0 && p->mask_batch_stride != p->num_queries) return FORBIDDEN;
-    if (c->two_sides && p->key_mask_batch_stride != 0 && p->key_mask_batch_stride != p->num_keys) return FORBIDDEN;
-    if (p->num_k_runs > c->num_runs) return IMPOSSIBLE;
-    const verdict of_runs = judge_runs(c->runs, p->num_k_runs, p->num_keys, INT64_MAX, true);
-    if (of_runs == UNKNOWN) return result == FORBIDDEN ? FORBIDDEN : IMPOSSIBLE; // billions of keys
+    if ((int)p->dtype < 0 || p->dtype > RT_F16) return true;
+    if (p->num_heads < 1 || p->v_head_dim < 1 || p->v_head_dim > RT_MAX_HEAD_DIM) return true;
+    if (c->pass == DELTA_PASS) return false;
+    if (p->num_kv_heads < 1 || p->num_heads % p->num_kv_heads != 0) return true;
+    if (p->head_dim < 1 || p->head_dim > RT_MAX_HEAD_DIM || p->num_k_runs < 0) return true;
+    if (!is_real(p->dtype, p->scale) || !is_softcap(p->dtype, p->softcap)) return true;
+    if (!(p->dropout >= 0 && p->dropout <= 1)) return true;
+    if (p->mask_batch_stride != 0 && p->mask_batch_stride != p->num_queries) return true;
+    if (two_sides && p->key_mask_batch_stride != 0 && p->key_mask_batch_stride != p->num_keys) return true;
+    if (c->pass == BACKWARD && rounds && !p->fresh) return true;
+    *of_runs = judge_runs(c->runs, p->num_k_runs, p->num_keys, INT64_MAX, true);
     int64_t num_keys = 0;
-    for (int64_t r = 0; of_runs == VALID && r < p->num_k_runs; r++) num_keys += c->runs[r].length;
-    if (c->pass == BACKWARD && p->fresh && num_keys != p->num_keys) return FORBIDDEN;
-    if (c->pass == BACKWARD && c->rounds && !p->fresh) return FORBIDDEN;
-    return worse(result, of_runs);
-}
-
-static void bind(rt_attn_params *p, const block *x, const rt_run *runs) {
-    p->q = x[Q].data, p->k = x[K].data, p->v = x[V].data, p->dout = x[DOUT].data, p->out = x[OUT].data;
-    p->lse = x[LSE].data, p->delta = x[DELTA].data;
-    p->dq = x[DQ].data, p->dk = x[DK].data, p->dv = x[DV].data;
-    p->begin = (const int32_t *)(const void *)x[BEGIN].data, p->end = (const int32_t *)(const void *)x[END].data;
-    p->key_begin = (const int32_t *)(const void *)x[KEY_BEGIN].data;
-    p->key_end = (const int32_t *)(const void *)x[KEY_END].data;
-    p->q_positions = (const int64_t *)(const void *)x[POSITIONS].data,
-    p->dropout_rows = (const int64_t *)(const void *)x[ROWS].data;
-    p->rounded_out = x[ROUNDED].data, p->rounded_dk = x[ROUNDED + 1].data, p->rounded_dv = x[ROUNDED + 2].data;
-    p->k_runs = runs;
-}
-
-static rt_attn_delta_params delta_params(const rt_attn_params *p) {
-    rt_attn_delta_params delta = {p->dtype, p->batch, p->num_queries, p->num_heads, p->v_head_dim, {0}, {0}};
-    memcpy(delta.dout_stride, p->dout_stride, sizeof(delta.dout_stride));
-    memcpy(delta.out_stride, p->out_stride, sizeof(delta.out_stride));
-    return delta;
+    for (int64_t r = 0; *of_runs == VALID && r < p->num_k_runs; r++) num_keys += c->runs[r].length;
+    return *of_runs == FORBIDDEN || (*of_runs == VALID && c->pass == BACKWARD && p->fresh && num_keys != p->num_keys);
 }
 
 // ---- calling -----------------------------------------------------------------------------------------------
 
-enum { MOST_WORKSPACE = 1 << 25 };
-static char *workspace;
-
-static rt_status call(problem *c, verdict *expected) {
-    rt_attn_params *p = &c->p;
-    const rt_attn_params *given = c->no_params ? NULL : p;
+static rt_status call_attn(void *call, const arrays *all, rt_parallel parallel) {
+    const attn_call *c = call;
+    rt_attn_params p = c->p;
+    const rt_attn_params *given = all->no_params ? NULL : &p;
     if (c->pass == DELTA_PASS) {
-        rt_attn_delta_params delta = delta_params(p);
-        return rt_attn_delta(c->no_params ? NULL : &delta, c->x[DOUT].data, c->x[OUT].data,
-                             (const double *)(const void *)c->x[LSE].data, c->x[DELTA].data, c->parallel);
+        rt_attn_delta_params delta = {p.dtype, p.batch, p.num_queries, p.num_heads, p.v_head_dim, {0}, {0}};
+        memcpy(delta.dout_stride, p.dout_stride, sizeof(delta.dout_stride));
+        memcpy(delta.out_stride, p.out_stride, sizeof(delta.out_stride));
+        return rt_attn_delta(all->no_params ? NULL : &delta, p.dout, p.out, p.lse, (void *)(uintptr_t)p.delta,
+                             parallel);
     }
-    const int64_t num_workers = c->parallel.run == NULL || c->parallel.num_workers < 1 ? 1 : c->parallel.num_workers;
-    p->workspace_bytes = c->pass == FORWARD ? rt_attn_fwd_workspace_bytes(given, num_workers)
-                                            : rt_attn_bwd_workspace_bytes(given, num_workers);
-    p->workspace = workspace;
-    if (p->workspace_bytes > MOST_WORKSPACE) p->workspace_bytes = MOST_WORKSPACE, *expected = FORBIDDEN;
-    return c->pass == FORWARD ? rt_attn_fwd(given, c->parallel) : rt_attn_bwd(given, c->parallel);
+    p.workspace_bytes = c->pass == FORWARD ? rt_attn_fwd_workspace_bytes(&p, workers_of(parallel))
+                                           : rt_attn_bwd_workspace_bytes(&p, workers_of(parallel));
+    void *const workspace = p.workspace = give_workspace(&p.workspace_bytes, all);
+    const rt_status status = c->pass == FORWARD ? rt_attn_fwd(given, parallel) : rt_attn_bwd(given, parallel);
+    free(workspace);
+    return status;
+}
+
+// Bounds and positions near 0..20, or any bits.
+static void fill_places(arrays *all, int64_t first, int64_t last, uint64_t *state) {
+    const bool fair = random_int(state, 0, 9) > 0;
+    for (int64_t i = first; i < last && fair; i++)
+        for (int64_t j = 0; j < (int64_t)all->x[i].num_bytes / all->x[i].element_bytes; j++) {
+            const int64_t place = random_int(state, -2, 20);
+            if (all->x[i].element_bytes == 8)
+                ((int64_t *)(void *)all->x[i].memory)[j] = place;
+            else
+                ((int32_t *)(void *)all->x[i].memory)[j] = (int32_t)place;
+        }
 }
 
 static void trial(uint64_t *state, int64_t entry) {
-    problem c;
+    attn_call c;
+    rt_attn_params *p = &c.p;
     draw_valid(&c, state);
+    rt_parallel parallel = {.run = random_int(state, 0, 1) ? run_in_turn : NULL,
+                            .num_workers = random_int(state, 0, 3)};
+    const int64_t existing = p->num_k_runs;
+    arrays all = no_arrays();
+    verdict expected = UNKNOWN, of_runs = VALID;
     if (entry >= 0) {
         const found *f = &corpus[entry];
-        c.pass = f->pass, c.valid = false;
-        c.parallel.run = run_in_turn, c.parallel.num_workers = f->num_workers;
+        c.pass = f->pass, parallel.run = run_in_turn, parallel.num_workers = f->num_workers;
         for (int i = 0; i < 4; i++)
             if (f->set[i].field != NOTHING) *field_of(&c, f->set[i].field) = f->set[i].value;
     } else {
-        spoil_problem(&c, state);
+        int64_t *fields[NUM_FIELDS];
+        double *const reals[] = {&p->scale, &p->softcap, &p->dropout};
+        for (int i = 1; i < NUM_FIELDS; i++) fields[i - 1] = field_of(&c, i);
+        expected = spoil(state, &all, &p->dtype, fields, NUM_FIELDS - 1, reals, 3, &parallel);
     }
-    if (c.x[KEY_BEGIN].is_null && c.x[KEY_END].is_null) c.two_sides = false;
-    const bool is_dtype = (int)c.p.dtype >= 0 && c.p.dtype <= RT_F16;
-    draw_blocks(&c);
-    verdict expected = judge_problem(&c);
-    if (expected == IMPOSSIBLE) {
-        num_skipped++;
-        return;
+    if (p->num_k_runs > existing) p->num_k_runs = existing;
+    p->k_runs = c.runs;
+    const bool backward = c.pass == BACKWARD, of_delta = c.pass == DELTA_PASS, two_sides = random_int(state, 0, 1);
+    const bool rounds = (!backward || p->fresh) && random_int(state, 0, 1);
+    const rt_dtype dtype = p->dtype, sums = dtype == RT_F64 ? RT_F64 : RT_F32;
+    const int64_t B = p->batch, N = p->num_queries, K = p->num_keys, H = p->num_heads, G = p->num_kv_heads;
+    const int64_t q[] = {B, N, H, p->head_dim}, k[] = {B, K, G, p->head_dim}, v[] = {B, K, G, p->v_head_dim};
+    const int64_t out[] = {B, N, H, p->v_head_dim}, row[] = {B, H, N}, mask[] = {B, N}, key_mask[] = {B, K};
+    if (c.pass != FORWARD) add(&all, false, dtype, &p->dout, 4, out, p->dout_stride);
+    if (!backward) add(&all, !of_delta, of_delta ? dtype : sums, &p->out, 4, out, p->out_stride);
+    add(&all, c.pass == FORWARD, of_delta || p->lse_f64 ? RT_F64 : sums, &p->lse, 3, row, NULL); // the delta's dlse
+    if (c.pass != FORWARD) add(&all, of_delta, sums, &p->delta, 3, row, NULL);
+    const int64_t first = all.count;
+    if (!of_delta) {
+        add(&all, false, RT_F32, &p->begin, 2, mask, &p->mask_batch_stride);
+        add(&all, false, RT_F32, &p->end, 2, mask, &p->mask_batch_stride);
+        if (two_sides) add(&all, false, RT_F32, &p->key_begin, 2, key_mask, &p->key_mask_batch_stride);
+        if (two_sides) add(&all, false, RT_F32, &p->key_end, 2, key_mask, &p->key_mask_batch_stride);
+        if (two_sides || p->dropout > 0) add(&all, false, RT_F64, &p->q_positions, 1, &N, NULL); // of 8 bytes, too
     }
-    const rt_dtype sums = c.p.dtype == RT_F64 ? RT_F64 : RT_F32;
-    const bool fair = random_int(state, 0, 9) > 0; // else the arrays hold any bits
-    block copies[NUM_BLOCKS];
-    for (int i = 0; i < NUM_BLOCKS; i++) {
-        if (!is_used(&c, i)) c.x[i].is_null = true;
-        make_block(&c.x[i], state);
-        const bool is_mask = i >= BEGIN && i <= KEY_END, is_place = i == POSITIONS || i == ROWS,
-                   of_dlse = i == LSE && c.pass == DELTA_PASS;
-        const rt_dtype dtype = i < OUT || i >= ROUNDED || (i == OUT && c.pass == DELTA_PASS) ? c.p.dtype
-                               : i == LSE && (c.p.lse_f64 || of_dlse)                        ? RT_F64
-                                                                                             : sums;
-        const bool ignored = c.p.fresh && (c.pass == FORWARD ? i == OUT || i == LSE : i == DK || i == DV);
-        if (is_dtype && fair && !is_mask && !is_place && !(ignored && c.pass != DELTA_PASS))
-            fill_units(&c.x[i], dtype, state);
-        for (int64_t j = 0; is_mask && fair && j < (int64_t)c.x[i].num_bytes / 4; j++)
-            ((int32_t *)(void *)c.x[i].memory)[j] = (int32_t)random_int(state, -2, 20);
-        for (int64_t j = 0; i == POSITIONS && fair && j < (int64_t)c.x[i].num_bytes / 8; j++)
-            ((int64_t *)(void *)c.x[i].memory)[j] = random_int(state, -2, 20);
-        copies[i] = copy_of(&c.x[i]);
+    const int64_t last = all.count;
+    if (!of_delta) {
+        if (p->dropout > 0) add(&all, false, RT_F64, &p->dropout_rows, 1, &B, NULL); // any bits
+        add(&all, false, dtype, &p->q, 4, q, p->q_stride), add(&all, false, dtype, &p->k, 4, k, p->k_stride);
+        add(&all, false, dtype, &p->v, 4, v, p->v_stride);
     }
-    if (random_int(state, 0, 19) == 0 && expected != FORBIDDEN) {
-        static const int outputs[][3] = {{OUT, LSE, OUT}, {DQ, DK, DV}, {DELTA, DELTA, DELTA}};
-        const int output = outputs[c.pass][random_int(state, 0, 2)];
-        if (alias(c.x, output, random_int(state, 0, NUM_BLOCKS - 1))) expected = FORBIDDEN;
+    if (backward) {
+        add(&all, true, sums, &p->dq, 4, q, p->dq_stride), add(&all, true, sums, &p->dk, 4, k, p->dk_stride);
+        add(&all, true, sums, &p->dv, 4, v, p->dv_stride);
+        if (rounds)
+            add(&all, true, dtype, &p->rounded_dk, 4, k, NULL), add(&all, true, dtype, &p->rounded_dv, 4, v, NULL);
+    } else if (rounds && !of_delta) {
+        add_optional(&all, true, dtype, &p->rounded_out, 4, out);
     }
-    bind(&c.p, c.x, c.runs);
+    if (all.small_workspace && !of_delta) expected = FORBIDDEN;
+    const bool forbidden = is_forbidden(&c, two_sides, rounds, &of_runs);
+    if (of_runs == UNKNOWN) expected = worse(expected, IMPOSSIBLE); // billions of keys
+    if (!make(&all, state, forbidden, &expected)) return;
+    fill_places(&all, first, last, state);
     static const char *const functions[] = {"rt_attn_fwd", "rt_attn_bwd", "rt_attn_delta"};
-    const char *function = functions[c.pass];
-    const rt_status status = call(&c, &expected);
-    const bool ordinary =
-        fair && fabs(c.p.scale) * (double)c.p.head_dim <= 16 && (c.p.softcap == 0 || c.p.softcap >= 1);
-    // test_attn_delta.c has the numbers of the delta.
-    if (judge(function, expected, status) && ordinary && c.pass != DELTA_PASS) {
-        rt_attn_params want = c.p;
-        bind(&want, copies, c.runs);
-        if ((c.pass == FORWARD ? rt_attn_fwd_reference(&want) : rt_attn_bwd_reference(&want)) != RT_OK)
-            wrong(function, "was refused by the reference");
-        rt_isa isa = RT_ISA_GENERIC;
-        rt_cpu_isa(&isa);
-        const bool in_tiles = isa == RT_ISA_AMX_BF16 && c.p.dtype == RT_BF16; // P and dS are rounded to bf16
-        for (int i = OUT; i < BEGIN; i++)
-            compare(function, i == LSE && c.p.lse_f64 ? RT_F64 : sums, &c.x[i], &copies[i], in_tiles ? 0.25 : 1e-3);
-    }
-    for (int i = 0; i < NUM_BLOCKS; i++) free(c.x[i].memory), free(copies[i].memory);
+    try_call(state, functions[c.pass], &all, &c, call_attn, expected, parallel);
 }
 
-int main(int argc, char **argv) {
-    workspace = aligned_alloc(64, MOST_WORKSPACE);
-    if (workspace == NULL) return 1;
-    return fuzz_main(argc, argv, 4000, sizeof(corpus) / sizeof(corpus[0]), trial);
-}
+int main(int argc, char **argv) { return fuzz_main(argc, argv, 4000, sizeof(corpus) / sizeof(corpus[0]), trial); }

@@ -11,14 +11,6 @@ static void fill_seq_idx(const block *x, uint64_t *state) {
     }
 }
 
-// A call of hostile sizes may ask for more than there is; it gets less, and must refuse.
-static void *give_workspace(int64_t *num_bytes, const arrays *all) {
-    if (*num_bytes > (int64_t)1 << 30) *num_bytes = 0;
-    void *const workspace = aligned_alloc(64, (size_t)*num_bytes + 64);
-    if (all->small_workspace) *num_bytes -= 64;
-    return workspace;
-}
-
 // ---- recurrences -------------------------------------------------------------------------------------------
 
 typedef struct scan_call {

@@ -280,4 +280,40 @@ static inline void conv_reference_bwd(const rt_conv_params *p) {
     free(dx);
 }
 
+// ---- results -----------------------------------------------------------------------------------------------
+
+static inline double largest(rt_dtype dtype, const void *x, int64_t count) {
+    double most = 0;
+    for (int64_t i = 0; i < count; i++) most = fmax(most, fabs(load_element(dtype, x, i)));
+    return most;
+}
+
+// bound: besides the rounding to dtype.
+static inline void check_array(int line, int array, rt_dtype dtype, const void *got, const void *want, int64_t count,
+                               double bound) {
+    for (int64_t i = 0; i < count; i++) {
+        const double x = load_element(dtype, got, i), y = load_element(dtype, want, i);
+        if (check_failed(is_close(x, y, bound + 2 * unit_roundoff(dtype) * fabs(y)))) {
+            printf("line %d, array %d, element %" PRId64 ": got %.9g, expected %.9g\n", line, array, i, x, y);
+            return;
+        }
+    }
+}
+
+// The results on threads are those of one, bit for bit: the arrays from first to last, of a case that run() computes.
+static inline void check_threads(void *const *x, const int64_t *count, const rt_dtype *dtype, int first, int last,
+                                 void (*run)(const void *c, rt_parallel parallel), const void *c) {
+    void *one[32];
+    for (int pass = 0; pass < 2; pass++) {
+        for (int i = first; i < last; i++) memset(x[i], 0x7f, (size_t)count[i] * dtype_bytes(dtype[i]));
+        run(c, pass == 0 ? no_threads() : threads_of(4));
+        for (int i = first; i < last; i++) {
+            const size_t bytes = (size_t)count[i] * dtype_bytes(dtype[i]);
+            if (pass == 0) one[i] = memcpy(must_alloc(bytes), x[i], bytes);
+            CHECK(memcmp(one[i], x[i], bytes) == 0);
+            if (pass == 1) free(one[i]);
+        }
+    }
+}
+
 #endif // RINGTILE_TESTS_SCAN_REFERENCE_H

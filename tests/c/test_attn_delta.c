@@ -106,11 +106,8 @@ static void test_malformed_params_are_refused(void) {
     const double dlse[1] = {0};
     const rt_attn_delta_params good = {RT_F32, 1, 1, 1, 4, {4, 4, 4}, {4, 4, 4}};
 #define REFUSED(field, value, status)                                                                                  \
-    do {                                                                                                               \
-        rt_attn_delta_params bad = good;                                                                               \
-        bad.field = value;                                                                                             \
-        CHECK_STATUS(rt_attn_delta(&bad, dout, out, dlse, delta, no_threads()), status);                               \
-    } while (0)
+    CHECK_REFUSED(rt_attn_delta_params, good, field, value, rt_attn_delta(&bad, dout, out, dlse, delta, no_threads()), \
+                  status)
     REFUSED(dtype, (rt_dtype)4, RT_BAD_DTYPE);
     REFUSED(batch, -1, RT_BAD_SHAPE);
     REFUSED(num_queries, -1, RT_BAD_SHAPE);

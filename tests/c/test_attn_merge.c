@@ -152,11 +152,7 @@ static void test_malformed_params_are_refused(void) {
                                        .out = out,
                                        .lse = lse};
 #define REFUSED(field, value, status)                                                                                  \
-    do {                                                                                                               \
-        rt_attn_merge_params bad = good;                                                                               \
-        bad.field = value;                                                                                             \
-        CHECK_STATUS(rt_attn_merge(&bad, no_threads()), status);                                                       \
-    } while (0)
+    CHECK_REFUSED(rt_attn_merge_params, good, field, value, rt_attn_merge(&bad, no_threads()), status)
     REFUSED(dtype, (rt_dtype)4, RT_BAD_DTYPE);
     REFUSED(batch, -1, RT_BAD_SHAPE);
     REFUSED(part_queries, -1, RT_BAD_SHAPE);

@@ -52,11 +52,7 @@ static void test_malformed_params_are_refused(void) {
     CHECK_STATUS(rt_balance(NULL, owner), RT_BAD_POINTER);
     CHECK_STATUS(rt_balance(&good, NULL), RT_BAD_POINTER);
 #define REFUSED(field, value, status)                                                                                  \
-    do {                                                                                                               \
-        rt_balance_params bad = good;                                                                                  \
-        bad.field = value;                                                                                             \
-        CHECK_STATUS(rt_balance(&bad, owner), status);                                                                 \
-    } while (0)
+    CHECK_REFUSED(rt_balance_params, good, field, value, rt_balance(&bad, owner), status)
     REFUSED(num_ranks, 0, RT_BAD_SHAPE);
     REFUSED(num_ranks, 5, RT_BAD_SHAPE);
     REFUSED(seq_len, 0, RT_BAD_SHAPE);

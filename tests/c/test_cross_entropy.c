@@ -282,11 +282,8 @@ static void test_malformed_params_are_refused_before_anything_is_written(void) {
     const problem t = {RT_F32, 2, 4, 4, logits, NULL};
     const rt_cross_entropy_params good = params_of(&t, (options){0, 0, 0}, true);
 #define REFUSED(field, value, status)                                                                                  \
-    do {                                                                                                               \
-        rt_cross_entropy_params bad = good;                                                                            \
-        bad.field = value;                                                                                             \
-        CHECK_STATUS(rt_cross_entropy_fwd_bwd(&bad, logits, labels, loss, lse, no_threads()), status);                 \
-    } while (0)
+    CHECK_REFUSED(rt_cross_entropy_params, good, field, value,                                                         \
+                  rt_cross_entropy_fwd_bwd(&bad, logits, labels, loss, lse, no_threads()), status)
     REFUSED(dtype, (rt_dtype)4, RT_BAD_DTYPE);
     REFUSED(num_tokens, -1, RT_BAD_SHAPE);
     REFUSED(vocab_size, 0, RT_BAD_SHAPE);

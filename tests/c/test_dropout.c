@@ -118,11 +118,7 @@ static void test_malformed_params_are_refused(void) {
     const rt_dropout_params good = {RT_F32, 2, 4, 4, 0.5, 1, 2, 3};
     CHECK_STATUS(rt_dropout(&good, x, places, y, no_threads()), RT_OK);
 #define REFUSED(field, value, status)                                                                                  \
-    do {                                                                                                               \
-        rt_dropout_params bad = good;                                                                                  \
-        bad.field = value;                                                                                             \
-        CHECK_STATUS(rt_dropout(&bad, x, places, y, no_threads()), status);                                            \
-    } while (0)
+    CHECK_REFUSED(rt_dropout_params, good, field, value, rt_dropout(&bad, x, places, y, no_threads()), status)
     REFUSED(dtype, (rt_dtype)4, RT_BAD_DTYPE);
     REFUSED(num_tokens, -1, RT_BAD_SHAPE);
     REFUSED(num_features, -1, RT_BAD_SHAPE);

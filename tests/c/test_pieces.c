@@ -109,11 +109,7 @@ static void test_malformed_params_are_refused(void) {
     CHECK_STATUS(rt_pieces(&good, pieces, -1, &count), RT_BAD_SHAPE);
     CHECK_STATUS(rt_pieces(&good, pieces, INT64_MAX, &count), RT_TOO_LARGE);
 #define REFUSED(field, value, status)                                                                                  \
-    do {                                                                                                               \
-        rt_pieces_params bad = good;                                                                                   \
-        bad.field = value;                                                                                             \
-        CHECK_STATUS(rt_pieces(&bad, pieces, ROOM, &count), status);                                                   \
-    } while (0)
+    CHECK_REFUSED(rt_pieces_params, good, field, value, rt_pieces(&bad, pieces, ROOM, &count), status)
     REFUSED(mask_batch, -1, RT_BAD_SHAPE);
     REFUSED(num_queries, -1, RT_BAD_SHAPE);
     REFUSED(num_queries, INT64_MAX / 4, RT_TOO_LARGE);

@@ -247,11 +247,7 @@ static void test_meetings_refuse_malformed_params(void) {
     CHECK_STATUS(rt_meetings(&good, counts, hull, NULL, scratch), RT_BAD_POINTER);
     CHECK(rt_meetings_scratch_len(-1, 0) == 0 && rt_meetings_scratch_len(0, INT64_MAX) == 0);
 #define REFUSED(field, value, status)                                                                                  \
-    do {                                                                                                               \
-        rt_meetings_params bad = good;                                                                                 \
-        bad.field = value;                                                                                             \
-        CHECK_STATUS(rt_meetings(&bad, counts, NULL, NULL, scratch), status);                                          \
-    } while (0)
+    CHECK_REFUSED(rt_meetings_params, good, field, value, rt_meetings(&bad, counts, NULL, NULL, scratch), status)
     REFUSED(seq_len, -1, RT_BAD_SHAPE);
     REFUSED(seq_len, INT64_MAX, RT_BAD_SHAPE);
     REFUSED(last, -1, RT_BAD_SHAPE);

@@ -146,34 +146,26 @@ static void free_case(scan_case *c) {
 
 // ---- recurrences -------------------------------------------------------------------------------------------
 
-static double largest(rt_dtype dtype, const void *x, int64_t count) {
-    double most = 0;
-    for (int64_t i = 0; i < count; i++) most = fmax(most, fabs(load_element(dtype, x, i)));
-    return most;
+static void run_both(const void *of_case, rt_parallel parallel) {
+    const scan_case *c = of_case;
+    CHECK_STATUS(run(c->p, false, parallel), RT_OK);
+    CHECK_STATUS(run(c->p, true, parallel), RT_OK);
 }
 
 // Errors of the N steps add up, each of sums of D and of Dv terms, relative to what is summed: at most the largest of
 // the results, or of the states, which are sums of values of at most 1.
-static void compare(const char *what, int line, const scan_case *c, int i, const void *want) {
+static void compare(int line, const scan_case *c, int i, const void *want) {
     const int64_t terms = c->p.num_tokens + c->p.head_dim + c->p.v_head_dim;
-    const double u = unit_roundoff(state_of(c->p.dtype)), own = unit_roundoff(c->dtype[i]);
     const double size = 1 + largest(c->dtype[i], want, c->count[i]);
-    for (int64_t j = 0; j < c->count[i]; j++) {
-        const double x = load_element(c->dtype[i], c->x[i], j), y = load_element(c->dtype[i], want, j);
-        if (check_failed(is_close(x, y, 4 * u * (double)terms * size + 2 * own * fabs(y)))) {
-            printf("line %d, %s, array %d, element %" PRId64 ": got %.9g, expected %.9g\n", line, what, i, j, x, y);
-            return;
-        }
-    }
+    check_array(line, i, c->dtype[i], c->x[i], want, c->count[i],
+                4 * unit_roundoff(state_of(c->p.dtype)) * (double)terms * size);
 }
 
 static void check_case(int line, uint64_t *state, rt_dtype dtype, kind which, shape s, double documents, double padding,
                        rt_parallel parallel) {
-    static const char *const names[] = {"delta", "kda", "ssd", "plain"};
     scan_case c = new_case(state, dtype, which, s, documents, padding);
     spoil_padding(&c);
-    CHECK_STATUS(run(c.p, false, parallel), RT_OK);
-    CHECK_STATUS(run(c.p, true, parallel), RT_OK);
+    run_both(&c, parallel);
     scan_case want = c;
     for (int i = OUT; i < NUM_ARRAYS; i++) want.x[i] = must_alloc((size_t)c.count[i] * dtype_bytes(c.dtype[i]));
     rt_scan_params kept = c.p;
@@ -183,7 +175,7 @@ static void check_case(int line, uint64_t *state, rt_dtype dtype, kind which, sh
     scan_reference_bwd(&want.p);
     for (int i = OUT; i < NUM_ARRAYS; i++) {
         const bool unused = i == STATES || (i == DFACTOR && which == PLAIN) || (i == DSKIP && which != SSD);
-        if (!unused) compare(names[which], line, &c, i, want.x[i]);
+        if (!unused) compare(line, &c, i, want.x[i]);
         free(want.x[i]);
     }
     free_case(&c);
@@ -222,30 +214,13 @@ static void test_largest_heads(void) {
     check_case(__LINE__, &state, RT_F32, KDA, (shape){1, 18, 1, 1, 512, 3}, 0, 0, no_threads());
 }
 
-// The results on threads are those of one, bit for bit.
-static void check_threads(uint64_t *state, rt_dtype dtype, kind which) {
-    scan_case c = new_case(state, dtype, which, (shape){2, 150, 1, 3, 16, 16}, 0.02, 0.1);
-    void *one[NUM_ARRAYS] = {0};
-    CHECK_STATUS(run(c.p, false, no_threads()), RT_OK);
-    CHECK_STATUS(run(c.p, true, no_threads()), RT_OK);
-    for (int i = OUT; i < NUM_ARRAYS; i++) {
-        const size_t bytes = (size_t)c.count[i] * dtype_bytes(c.dtype[i]);
-        one[i] = must_alloc(bytes);
-        memcpy(one[i], c.x[i], bytes);
-        if (i != STATES) memset(c.x[i], 0x7f, bytes);
-    }
-    CHECK_STATUS(run(c.p, false, threads_of(4)), RT_OK);
-    CHECK_STATUS(run(c.p, true, threads_of(4)), RT_OK);
-    const int used[] = {OUT, FINAL, DQ, DK, DV, DLOG_DECAY, DINITIAL};
-    for (int i = 0; i < 7; i++)
-        CHECK(memcmp(one[used[i]], c.x[used[i]], (size_t)c.count[used[i]] * dtype_bytes(c.dtype[used[i]])) == 0);
-    for (int i = OUT; i < NUM_ARRAYS; i++) free(one[i]);
-    free_case(&c);
-}
-
 static void test_any_number_of_workers_gives_the_same_bits(void) {
     uint64_t state = 5;
-    for (int which = 0; which < NUM_KINDS; which++) check_threads(&state, all_dtypes[which], (kind)which);
+    for (int which = 0; which < NUM_KINDS; which++) {
+        scan_case c = new_case(&state, all_dtypes[which], (kind)which, (shape){2, 150, 1, 3, 16, 16}, 0.02, 0.1);
+        check_threads(c.x, c.count, c.dtype, OUT, NUM_ARRAYS, run_both, &c);
+        free_case(&c);
+    }
 }
 
 // A chunk's tokens would meet in one product; what is not finite in one document must not reach another.
@@ -255,13 +230,11 @@ static void test_documents_and_padding_do_not_leak(void) {
         scan_case c = new_case(&state, RT_F32, (kind)which, (shape){1, 40, 1, 1, 8, 8}, 0, 0);
         for (int t = 0; t < 40; t++) c.seq_idx[t] = t == 20 ? -1 : (t >= 13) + (t >= 27);
         c.p.initial_state = NULL, c.p.dfinal_state = NULL;
-        CHECK_STATUS(run(c.p, false, no_threads()), RT_OK);
-        CHECK_STATUS(run(c.p, true, no_threads()), RT_OK);
+        run_both(&c, no_threads());
         float *out = must_alloc(40 * 8 * sizeof(float)), *dv = must_alloc(40 * 8 * sizeof(float));
         memcpy(out, c.x[OUT], 40 * 8 * sizeof(float)), memcpy(dv, c.x[DV], 40 * 8 * sizeof(float));
         store_element(RT_F32, c.x[K], 15 * c.p.k_stride[1], NAN);
-        CHECK_STATUS(run(c.p, false, no_threads()), RT_OK);
-        CHECK_STATUS(run(c.p, true, no_threads()), RT_OK);
+        run_both(&c, no_threads());
         CHECK(isnan(((float *)c.x[OUT])[15 * 8]) && ((float *)c.x[OUT])[20 * 8] == 0);
         for (int part = 0; part < 2; part++) { // documents 0 and 2
             const size_t at = part * 27 * 8, bytes = 13 * 8 * sizeof(float);
@@ -366,14 +339,7 @@ static void check_conv(int line, uint64_t *state, rt_dtype dtype, int64_t B, int
     const double u = unit_roundoff(wide);
     for (int i = Y; i < COUNT; i++) {
         const double terms = i == DWEIGHT || i == DBIAS ? (double)(B * N + 8) : 8.0 * (double)width;
-        for (int64_t j = 0; j < counts[i] && (biased || i != DBIAS); j++) {
-            const double got = load_element(dtypes[i], x[i], j), y = load_element(dtypes[i], want[i], j);
-            if (check_failed(is_close(got, y, 8 * u * terms + 2 * unit_roundoff(dtypes[i]) * fabs(y)))) {
-                printf("line %d, convolution, array %d, element %" PRId64 ": got %.9g, expected %.9g\n", line, i, j,
-                       got, y);
-                break;
-            }
-        }
+        if (biased || i != DBIAS) check_array(line, i, dtypes[i], x[i], want[i], counts[i], 8 * u * terms);
         free(want[i]);
     }
     for (int i = 0; i < COUNT; i++) free(x[i]);
@@ -406,11 +372,7 @@ static void test_malformed_convolutions_are_refused(void) {
                                  .final_state = state};
     CHECK_STATUS(rt_conv_fwd(&good, no_threads()), RT_OK);
 #define REFUSED(field, value, status)                                                                                  \
-    do {                                                                                                               \
-        rt_conv_params bad = good;                                                                                     \
-        bad.field = value;                                                                                             \
-        CHECK_STATUS(rt_conv_fwd(&bad, no_threads()), status);                                                         \
-    } while (0)
+    CHECK_REFUSED(rt_conv_params, good, field, value, rt_conv_fwd(&bad, no_threads()), status)
     REFUSED(dtype, (rt_dtype)-1, RT_BAD_DTYPE);
     REFUSED(num_channels, -1, RT_BAD_SHAPE);
     REFUSED(width, 0, RT_BAD_WIDTH);

@@ -4,134 +4,99 @@
 
 // ---- the definition ---------------------------------------------------------------------------------------
 
-// One number of the state of one row: channel c, place i of the state dim.
-typedef struct selective_walk {
-    const rt_selective_params *p;
-    int64_t batch, c, i;
-    double *before, *after; // (N) the state before and after each token
-    double last;            // after all
-} selective_walk;
-
 static bool selective_pads(const rt_selective_params *p, int64_t batch, int64_t t) {
     return is_padding(p->seq_idx, p->seq_idx_batch_stride, batch, t);
 }
-static bool selective_restarts(const rt_selective_params *p, int64_t batch, int64_t t) {
-    return begins(p->seq_idx, p->seq_idx_batch_stride, batch, t);
-}
-static double row_of(const rt_selective_params *p, const void *x, const int64_t stride[2], int64_t batch, int64_t t,
-                     int64_t i) {
-    return load_element(p->dtype, x, batch * stride[0] + t * stride[1] + i);
-}
-static double dt_of(const rt_selective_params *p, int64_t batch, int64_t t, int64_t c) {
-    return load_element(state_of(p->dtype), p->dt, (batch * p->num_tokens + t) * p->num_channels + c);
-}
-static double A_of(const rt_selective_params *p, int64_t i, int64_t c) {
-    return load_element(state_of(p->dtype), p->A, i * p->num_channels + c);
-}
 
-static void walk_states(selective_walk *w) {
-    const rt_selective_params *p = w->p;
-    double now =
-        number(state_of(p->dtype), p->initial_state, (w->batch * p->state_dim + w->i) * p->num_channels + w->c, 0);
-    for (int64_t t = 0; t < p->num_tokens; t++) {
-        if (selective_restarts(p, w->batch, t)) now = 0;
-        w->before[t] = now;
-        if (!selective_pads(p, w->batch, t)) {
-            const double dt = dt_of(p, w->batch, t, w->c);
-            now = exp(dt * A_of(p, w->i, w->c)) * now + row_of(p, p->B, p->B_stride, w->batch, t, w->i) * dt *
-                                                            row_of(p, p->x, p->x_stride, w->batch, t, w->c);
-        }
-        w->after[t] = now;
-    }
-    w->last = now;
-}
-
-static void selective_reference_fwd(const rt_selective_params *p) {
-    const int64_t N = p->batch > 0 ? p->num_tokens : 0, C = p->num_channels, K = p->state_dim;
+// Each channel is a head of scan_reference.h with one value, whose state decays by exp(dt A) in each place and takes in
+// dt B x. In f64; every number is rounded once, at the end. Of padding nothing is read, but moved.
+static void selective_reference(const rt_selective_params *p) {
+    enum { X, DOUT, DT, G, OUT, DX, DDT, DG, DD, OF_C, OF_B, DC, DB, SKIP, INITIAL, DFINAL, FINAL, DINITIAL, COUNT };
+    const int64_t B = p->batch, N = p->num_tokens, C = p->num_channels, K = p->state_dim, rows = B * N * C;
     const rt_dtype wide = state_of(p->dtype);
-    double *const numbers = must_alloc((size_t)(3 * N) * sizeof(double)), *const out = numbers + 2 * N;
-    for (int64_t b = 0; b < p->batch; b++)
-        for (int64_t c = 0; c < C; c++) {
-            for (int64_t t = 0; t < N; t++)
-                out[t] = selective_pads(p, b, t) ? 0 : number(wide, p->D, c, 0) * row_of(p, p->x, p->x_stride, b, t, c);
+    double *x[COUNT], *dA = must_alloc((size_t)(K * C) * sizeof(double));
+    for (int i = 0; i < COUNT; i++) {
+        const int64_t count = i == G || i == DG ? rows * K : i < OF_C ? rows : i < SKIP ? B * N * K : C * (B * K + 1);
+        x[i] = must_alloc((size_t)count * sizeof(double));
+    }
+    for (int64_t at = 0; at < rows; at++) {
+        const int64_t b = at / C / N, t = at / C % N, c = at % C;
+        x[X][at] = load_element(p->dtype, p->x, b * p->x_stride[0] + t * p->x_stride[1] + c);
+        x[DOUT][at] = load_element(p->dtype, p->dout, b * p->dout_stride[0] + t * p->dout_stride[1] + c);
+        x[DT][at] = load_element(wide, p->dt, at);
+        for (int64_t i = 0; i < K; i++) x[G][at * K + i] = x[DT][at] * load_element(wide, p->A, i * C + c);
+    }
+    for (int64_t at = 0; at < B * N * K; at++) {
+        const int64_t b = at / K / N, t = at / K % N, i = at % K;
+        x[OF_C][at] = load_element(p->dtype, p->C, b * p->C_stride[0] + t * p->C_stride[1] + i);
+        x[OF_B][at] = load_element(p->dtype, p->B, b * p->B_stride[0] + t * p->B_stride[1] + i);
+    }
+    for (int64_t c = 0; c < C; c++) x[SKIP][c] = number(wide, p->D, c, 0);
+    for (int64_t at = 0; at < B * C * K; at++) { // (B, C, K) there, (B, K, C) here
+        const int64_t here = at / (C * K) * C * K + at % K * C + at / K % C;
+        x[INITIAL][at] = number(wide, p->initial_state, here, 0);
+        x[DFINAL][at] = number(wide, p->dfinal_state, here, 0);
+    }
+    const rt_scan_params scan = {.dtype = RT_F64,
+                                 .batch = B,
+                                 .num_tokens = N,
+                                 .num_heads = C,
+                                 .num_k_heads = 1,
+                                 .head_dim = K,
+                                 .v_head_dim = 1,
+                                 .channel_decay = true,
+                                 .scale = 1,
+                                 .q = x[OF_C],
+                                 .k = x[OF_B],
+                                 .v = x[X],
+                                 .g = x[G],
+                                 .dt = x[DT],
+                                 .D = x[SKIP],
+                                 .q_stride = {N * K, K, K},
+                                 .k_stride = {N * K, K, K},
+                                 .v_stride = {N * C, C, 1},
+                                 .dout_stride = {N * C, C, 1},
+                                 .seq_idx = p->seq_idx,
+                                 .seq_idx_batch_stride = p->seq_idx_batch_stride,
+                                 .initial_state = x[INITIAL],
+                                 .out = x[OUT],
+                                 .final_state = x[FINAL],
+                                 .dout = x[DOUT],
+                                 .dfinal_state = x[DFINAL],
+                                 .dq = x[DC],
+                                 .dk = x[DB],
+                                 .dv = x[DX],
+                                 .dg = x[DG],
+                                 .ddt = x[DDT],
+                                 .dD = x[DD],
+                                 .dinitial_state = x[DINITIAL]};
+    scan_reference_fwd(&scan);
+    scan_reference_bwd(&scan);
+    double *const dD = x[SKIP];
+    for (int64_t i = 0; i < K * C; i++) dA[i] = 0;
+    for (int64_t c = 0; c < C; c++) dD[c] = 0;
+    for (int64_t at = 0; at < rows; at++) {
+        if (!selective_pads(p, at / C / N, at / C % N)) {
+            dD[at % C] += x[DD][at];
             for (int64_t i = 0; i < K; i++) {
-                selective_walk w = {p, b, c, i, numbers, numbers + N, 0};
-                walk_states(&w);
-                for (int64_t t = 0; t < N; t++)
-                    if (!selective_pads(p, b, t)) out[t] += row_of(p, p->C, p->C_stride, b, t, i) * w.after[t];
-                store_element(wide, p->final_state, (b * K + i) * C + c, w.last);
+                x[DDT][at] += x[DG][at * K + i] * load_element(wide, p->A, i * C + at % C);
+                dA[i * C + at % C] += x[DG][at * K + i] * x[DT][at];
             }
-            for (int64_t t = 0; t < N; t++) store_element(p->dtype, p->out, (b * N + t) * C + c, out[t]);
         }
-    free(numbers);
-}
-
-// Sums in f64; every gradient is rounded once, at the end.
-typedef struct selective_sums {
-    double *dx, *ddt, *dC, *dB; // (N C), (N K) of one row
-    double *dA, *dD;            // (K C), (C)
-} selective_sums;
-
-static void walk_gradients(const selective_walk *w, const selective_sums *s) {
-    const rt_selective_params *p = w->p;
-    const int64_t C = p->num_channels, K = p->state_dim, b = w->batch, c = w->c, i = w->i;
-    const rt_dtype wide = state_of(p->dtype);
-    const double A = A_of(p, i, c);
-    double dstate = number(wide, p->dfinal_state, (b * K + i) * C + c, 0);
-    for (int64_t t = p->num_tokens - 1; t >= 0; t--) {
-        if (!selective_pads(p, b, t)) {
-            const double x = row_of(p, p->x, p->x_stride, b, t, c), dt = dt_of(p, b, t, c),
-                         B = row_of(p, p->B, p->B_stride, b, t, i), dout = row_of(p, p->dout, p->dout_stride, b, t, c),
-                         decay = exp(dt * A);
-            dstate += row_of(p, p->C, p->C_stride, b, t, i) * dout;
-            s->dC[t * K + i] += dout * w->after[t];
-            s->dB[t * K + i] += dstate * dt * x;
-            s->dx[t * C + c] += dstate * B * dt;
-            s->ddt[t * C + c] += dstate * (B * x + decay * w->before[t] * A);
-            s->dA[i * C + c] += dstate * decay * w->before[t] * dt;
-            dstate *= decay;
-        }
-        if (selective_restarts(p, b, t)) dstate = 0;
+        store_element(p->dtype, p->out, at, x[OUT][at]);
+        store_element(wide, p->dx, at, x[DX][at]), store_element(wide, p->ddt, at, x[DDT][at]);
     }
-    store_element(wide, p->dinitial_state, (b * K + i) * C + c, dstate);
-}
-
-static void store_sums(rt_dtype dtype, void *array, int64_t first, const double *sums, int64_t count) {
-    for (int64_t i = 0; i < count && array != NULL; i++) store_element(dtype, array, first + i, sums[i]);
-}
-
-static void selective_reference_bwd(const rt_selective_params *p) {
-    const int64_t N = p->batch > 0 ? p->num_tokens : 0, C = p->num_channels, K = p->state_dim;
-    const rt_dtype wide = state_of(p->dtype);
-    double *const states = must_alloc((size_t)(2 * N) * sizeof(double));
-    double *const sums = must_alloc((size_t)(2 * N * (C + K) + (K + 1) * C) * sizeof(double));
-    const selective_sums s = {sums,
-                              sums + N * C,
-                              sums + 2 * N * C,
-                              sums + N * (2 * C + K),
-                              sums + 2 * N * (C + K),
-                              sums + 2 * N * (C + K) + K * C};
-    for (int64_t i = 0; i < (K + 1) * C; i++) s.dA[i] = 0;
-    for (int64_t b = 0; b < p->batch; b++) {
-        for (int64_t i = 0; i < 2 * N * (C + K); i++) sums[i] = 0;
-        for (int64_t c = 0; c < C; c++) {
-            for (int64_t t = 0; t < N; t++) {
-                if (selective_pads(p, b, t)) continue;
-                const double dout = row_of(p, p->dout, p->dout_stride, b, t, c);
-                s.dD[c] += dout * row_of(p, p->x, p->x_stride, b, t, c);
-                s.dx[t * C + c] += dout * number(wide, p->D, c, 0);
-            }
-            for (int64_t i = 0; i < K; i++) {
-                selective_walk w = {p, b, c, i, states, states + N, 0};
-                walk_states(&w);
-                walk_gradients(&w, &s);
-            }
-        }
-        store_sums(wide, p->dx, b * N * C, s.dx, N * C), store_sums(wide, p->ddt, b * N * C, s.ddt, N * C);
-        store_sums(wide, p->dC, b * N * K, s.dC, N * K), store_sums(wide, p->dB, b * N * K, s.dB, N * K);
+    for (int64_t at = 0; at < B * N * K; at++)
+        store_element(wide, p->dC, at, x[DC][at]), store_element(wide, p->dB, at, x[DB][at]);
+    for (int64_t at = 0; at < B * C * K; at++) {
+        const int64_t here = at / (C * K) * C * K + at % K * C + at / K % C;
+        store_element(wide, p->final_state, here, x[FINAL][at]);
+        store_element(wide, p->dinitial_state, here, x[DINITIAL][at]);
     }
-    store_sums(wide, p->dA, 0, s.dA, K * C), store_sums(wide, p->dD, 0, s.dD, C);
-    free(states), free(sums);
+    for (int64_t i = 0; i < K * C; i++) store_element(wide, p->dA, i, dA[i]);
+    for (int64_t c = 0; c < C && p->dD != NULL; c++) store_element(wide, p->dD, c, dD[c]);
+    for (int i = 0; i < COUNT; i++) free(x[i]);
+    free(dA);
 }
 
 // ---- random problems --------------------------------------------------------------------------------------
@@ -253,10 +218,10 @@ static void free_selective(selective_case *c) {
 
 // ---- the kernels ------------------------------------------------------------------------------------------
 
-static double largest(rt_dtype dtype, const void *x, int64_t count) {
-    double most = 0;
-    for (int64_t i = 0; i < count; i++) most = fmax(most, fabs(load_element(dtype, x, i)));
-    return most;
+static void run_both(const void *of_case, rt_parallel parallel) {
+    const selective_case *c = of_case;
+    CHECK_STATUS(run_selective_case(c->p, false, parallel), RT_OK);
+    CHECK_STATUS(run_selective_case(c->p, true, parallel), RT_OK);
 }
 
 // A state takes N steps, each of a few roundings and an exp; a gradient is a sum over B N tokens, C channels or K
@@ -264,15 +229,9 @@ static double largest(rt_dtype dtype, const void *x, int64_t count) {
 static void compare_selective(int line, const selective_case *c, int i, const void *want) {
     const rt_selective_params *p = &c->p;
     const int64_t terms = p->batch * p->num_tokens + p->num_channels + p->state_dim;
-    const double u = unit_roundoff(state_of(p->dtype)), own = unit_roundoff(c->dtype[i]);
     const double size = 1 + largest(c->dtype[i], want, c->count[i]);
-    for (int64_t j = 0; j < c->count[i]; j++) {
-        const double x = load_element(c->dtype[i], c->x[i], j), y = load_element(c->dtype[i], want, j);
-        if (check_failed(is_close(x, y, 4 * u * (double)terms * size + 2 * own * fabs(y)))) {
-            printf("line %d, array %d, element %" PRId64 ": got %.9g, expected %.9g\n", line, i, j, x, y);
-            return;
-        }
-    }
+    check_array(line, i, c->dtype[i], c->x[i], want, c->count[i],
+                4 * unit_roundoff(state_of(p->dtype)) * (double)terms * size);
 }
 
 // What no call may read: the tokens that are padding hold NaN.
@@ -297,15 +256,13 @@ static void check_selective(int line, uint64_t *state, rt_dtype dtype, selective
                             double padding, rt_parallel parallel) {
     selective_case c = new_selective(state, dtype, s, documents, padding);
     spoil_selective_padding(&c);
-    CHECK_STATUS(run_selective_case(c.p, false, parallel), RT_OK);
-    CHECK_STATUS(run_selective_case(c.p, true, parallel), RT_OK);
+    run_both(&c, parallel);
     selective_case want = c;
     for (int i = SEL_OUT; i < SEL_ARRAYS; i++) want.x[i] = must_alloc((size_t)c.count[i] * dtype_bytes(c.dtype[i]));
     bind_selective(&want);
     want.p.initial_state = c.p.initial_state, want.p.dfinal_state = c.p.dfinal_state;
     want.p.D = c.p.D;
-    selective_reference_fwd(&want.p);
-    selective_reference_bwd(&want.p);
+    selective_reference(&want.p);
     for (int i = SEL_OUT; i < SEL_ARRAYS; i++) {
         if (i != SEL_STATES && (i != SEL_DD || c.p.D != NULL)) compare_selective(line, &c, i, want.x[i]);
         free(want.x[i]);
@@ -345,30 +302,13 @@ static void test_the_largest_state(void) {
     check_selective(__LINE__, &state, RT_F32, (selective_shape){1, 3, 2, 512}, 0, 0, no_threads());
 }
 
-// The results on threads are those of one, bit for bit.
-static void check_selective_threads(uint64_t *state, rt_dtype dtype) {
-    selective_case c = new_selective(state, dtype, (selective_shape){2, 150, 300, 5}, 0.02, 0.1);
-    void *one[SEL_ARRAYS] = {0};
-    CHECK_STATUS(run_selective_case(c.p, false, no_threads()), RT_OK);
-    CHECK_STATUS(run_selective_case(c.p, true, no_threads()), RT_OK);
-    for (int i = SEL_OUT; i < SEL_STATES; i++) {
-        const size_t bytes = (size_t)c.count[i] * dtype_bytes(c.dtype[i]);
-        one[i] = must_alloc(bytes);
-        memcpy(one[i], c.x[i], bytes);
-        if (i != SEL_DD || c.p.D != NULL) memset(c.x[i], 0x7f, bytes);
-    }
-    CHECK_STATUS(run_selective_case(c.p, false, threads_of(4)), RT_OK);
-    CHECK_STATUS(run_selective_case(c.p, true, threads_of(4)), RT_OK);
-    for (int i = SEL_OUT; i < SEL_STATES; i++) {
-        CHECK(memcmp(one[i], c.x[i], (size_t)c.count[i] * dtype_bytes(c.dtype[i])) == 0);
-        free(one[i]);
-    }
-    free_selective(&c);
-}
-
 static void test_any_number_of_workers_gives_the_same_bits(void) {
     uint64_t state = 5;
-    check_selective_threads(&state, RT_F32), check_selective_threads(&state, RT_BF16);
+    for (int dtype = RT_F32; dtype <= RT_BF16; dtype++) {
+        selective_case c = new_selective(&state, (rt_dtype)dtype, (selective_shape){2, 150, 300, 5}, 0.02, 0.1);
+        check_threads(c.x, c.count, c.dtype, SEL_OUT, SEL_STATES, run_both, &c);
+        free_selective(&c);
+    }
 }
 
 // A vector holds channels, and a task loops over them: what is not finite in one must not reach another, nor a document
@@ -382,8 +322,7 @@ static void test_documents_and_channels_do_not_leak(void) {
     float *out = must_alloc(N * C * sizeof(float)), *dx = must_alloc(N * C * sizeof(float));
     for (int spoilt = 0; spoilt < 2; spoilt++) {
         if (spoilt) store_element(RT_F32, c.x[SEL_X], 15 * c.p.x_stride[1] + 2, NAN);
-        CHECK_STATUS(run_selective_case(c.p, false, no_threads()), RT_OK);
-        CHECK_STATUS(run_selective_case(c.p, true, no_threads()), RT_OK);
+        run_both(&c, no_threads());
         if (!spoilt) memcpy(out, c.x[SEL_OUT], N * C * sizeof(float)), memcpy(dx, c.x[SEL_DX], N * C * sizeof(float));
     }
     CHECK(isnan(((float *)c.x[SEL_OUT])[26 * C + 2]));

@@ -343,12 +343,7 @@ static void test_rows_refuse_malformed_params(void) {
     CHECK_STATUS(rt_rows_pack(&p, no_threads()), RT_OK);
     CHECK(strcmp(local, "acegikmo") == 0);
 
-#define REFUSED(field, value, status)                                                                                  \
-    do {                                                                                                               \
-        rt_rows_tensor bad = good;                                                                                     \
-        bad.field = value;                                                                                             \
-        CHECK_STATUS(pack(&p, &bad), status);                                                                          \
-    } while (0)
+#define REFUSED(field, value, status) CHECK_REFUSED(rt_rows_tensor, good, field, value, pack(&p, &bad), status)
     REFUSED(ndim, 0, RT_BAD_DIM);
     REFUSED(ndim, 17, RT_BAD_DIM);
     REFUSED(dim, 2, RT_BAD_DIM);
@@ -372,11 +367,7 @@ static void test_rows_refuse_malformed_params(void) {
     REFUSED(local, global + 2, RT_SHARED_MEMORY);
 #undef REFUSED
 #define REFUSED(field, value, status)                                                                                  \
-    do {                                                                                                               \
-        rt_rows_params bad = p;                                                                                        \
-        bad.field = value;                                                                                             \
-        CHECK_STATUS(rt_rows_pack(&bad, no_threads()), status);                                                        \
-    } while (0)
+    CHECK_REFUSED(rt_rows_params, p, field, value, rt_rows_pack(&bad, no_threads()), status)
     REFUSED(runs, NULL, RT_BAD_POINTER);
     REFUSED(runs, ((const rt_run[]){{0, 2, 1, 4}}), RT_BAD_RUN);
     REFUSED(num_runs, -1, RT_BAD_SHAPE);
