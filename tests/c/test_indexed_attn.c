@@ -201,7 +201,7 @@ static void test_same_bits_on_any_number_of_threads(void) {
     free_case(&c);
 }
 
-#define CHECK_REFUSED(status, change)                                                                                  \
+#define REFUSED(status, change)                                                                                        \
     do {                                                                                                               \
         rt_indexed_attn_params p = c.p;                                                                                \
         change;                                                                                                        \
@@ -213,20 +213,20 @@ static void test_what_it_refuses(void) {
     uint64_t state = 4;
     indexed_case c = new_case(RT_F32, 1, 3, 5, 4, 2, 8, 8, 4, false, &state);
     CHECK_STATUS(rt_indexed_attn_fwd(NULL, no_threads()), RT_BAD_POINTER);
-    CHECK_REFUSED(RT_BAD_DTYPE, p.dtype = (rt_dtype)9);
-    CHECK_REFUSED(RT_BAD_SHAPE, p.num_queries = -1);
-    CHECK_REFUSED(RT_BAD_SHAPE, p.num_indices = -1);
-    CHECK_REFUSED(RT_BAD_HEADS, p.num_kv_heads = 3);
-    CHECK_REFUSED(RT_BAD_HEAD_DIM, p.v_head_dim = RT_MAX_HEAD_DIM + 1);
-    CHECK_REFUSED(RT_BAD_SCALE, p.scale = 1e300);
-    CHECK_REFUSED(RT_TOO_LARGE, p.num_keys = INT64_MAX / 8);
-    CHECK_REFUSED(RT_TOO_LARGE, p.num_indices = INT64_MAX / 8);
-    CHECK_REFUSED(RT_TOO_LARGE, p.k_stride[1] = INT64_MAX / 8);
-    CHECK_REFUSED(RT_BAD_POINTER, p.indices = NULL);
-    CHECK_REFUSED(RT_BAD_POINTER, p.k = (const char *)p.k + 1);
-    CHECK_REFUSED(RT_SHARED_MEMORY, (p.lse = (double *)(uintptr_t)p.q, p.dlse = p.lse, p.dq = (void *)(uintptr_t)p.q));
-    CHECK_REFUSED(RT_WORKSPACE, p.workspace_bytes = rt_indexed_attn_workspace_bytes(&p, 1) - 1);
-    CHECK_REFUSED(RT_WORKSPACE, p.workspace = NULL);
+    REFUSED(RT_BAD_DTYPE, p.dtype = (rt_dtype)9);
+    REFUSED(RT_BAD_SHAPE, p.num_queries = -1);
+    REFUSED(RT_BAD_SHAPE, p.num_indices = -1);
+    REFUSED(RT_BAD_HEADS, p.num_kv_heads = 3);
+    REFUSED(RT_BAD_HEAD_DIM, p.v_head_dim = RT_MAX_HEAD_DIM + 1);
+    REFUSED(RT_BAD_SCALE, p.scale = 1e300);
+    REFUSED(RT_TOO_LARGE, p.num_keys = INT64_MAX / 8);
+    REFUSED(RT_TOO_LARGE, p.num_indices = INT64_MAX / 8);
+    REFUSED(RT_TOO_LARGE, p.k_stride[1] = INT64_MAX / 8);
+    REFUSED(RT_BAD_POINTER, p.indices = NULL);
+    REFUSED(RT_BAD_POINTER, p.k = (const char *)p.k + 1);
+    REFUSED(RT_SHARED_MEMORY, (p.lse = (double *)(uintptr_t)p.q, p.dlse = p.lse, p.dq = (void *)(uintptr_t)p.q));
+    REFUSED(RT_WORKSPACE, p.workspace_bytes = rt_indexed_attn_workspace_bytes(&p, 1) - 1);
+    REFUSED(RT_WORKSPACE, p.workspace = NULL);
     CHECK_INT(rt_indexed_attn_workspace_bytes(NULL, 1), 0);
     CHECK_INT(rt_indexed_attn_workspace_bytes(&c.p, 0), 0);
     free_case(&c);
