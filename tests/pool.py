@@ -42,7 +42,7 @@ def start_server() -> None:
     """Starts the server of all ranks, which imports beside the first tests: the trainers too, if a test of the session
     uses them. It leaves out what is not installed."""
     trainers = TRAINERS if "hf_training" in sys.modules else []
-    CONTEXT.set_forkserver_preload(["torch.distributed", "ringtile.attn.attention", *trainers])
+    CONTEXT.set_forkserver_preload(["torch.distributed", "torch._dynamo", "ringtile.attn.attention", *trainers])
     forkserver.ensure_running()
 
 

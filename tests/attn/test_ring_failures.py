@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 import os
 import re
 import signal
@@ -300,7 +299,6 @@ def ring_with_victim(signal_number: int, where: str) -> tuple[str, float]:
 
     if transport.rank == transport.world_size - 1:
         transport.exchange = fatal  # type: ignore[method-assign]
-    importlib.import_module("torch._dynamo")  # as the first call of an op: seconds, which may exceed the timeout
     store.set(f"{transport.rank} is ready", "")
     store.wait([f"{rank} is ready" for rank in range(transport.world_size)], datetime.timedelta(seconds=60))
     try:

@@ -19,7 +19,6 @@ from ringtile import (
     ShardedSequence,
     attention,
     ops,
-    plan_attention,
     ring_attention,
 )
 from ringtile.sequence.pieces import MAX_STRETCHES, Piece, find_pieces
@@ -52,18 +51,6 @@ def test_wide_and_deep_trees_equal_the_definition(num_leaves: int, depth: int) -
 
 
 # ---- the plan -----------------------------------------------------------------------------------
-
-
-def test_only_needed_keys_travel() -> None:
-    """A prompt of 16 and 4 completions of 16, 20 tokens a rank: a rank gets the prompt, and that part of its first
-    completion that the rank before has."""
-    mask = IntervalMask.shared_prefix(16, [16] * 4)
-    layout = Layout.contiguous(80, 4)
-    cost = plan_attention(mask, layout, num_heads=2, num_kv_heads=1, head_dim=4, dtype=torch.float32)
-    received = [{each.key_rank: each.num_keys for each in rank.rounds if each.num_keys} for rank in cost.ranks]
-    assert received == [{0: 20}, {1: 20, 0: 20}, {2: 20, 1: 8, 0: 16}, {3: 20, 2: 12, 0: 16}]
-    pairs = 16 * 17 // 2 + 4 * (16 * 16 + 16 * 17 // 2)
-    assert cost.forward_flops == 2 * pairs * 2 * (4 + 4)
 
 
 def test_balanced_layouts_weigh_unique_pairs() -> None:

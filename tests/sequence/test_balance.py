@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ringtile import IntervalMask, Layout, LayoutError, ops
 from ringtile.sequence.layout import resolved
-from strategies import any_masks, dense, document_lengths
+from strategies import document_lengths
 from torch import Tensor
 
 TOLERANCE = 1.03  # of csrc/seq/balance.c: busiest rank over the mean
@@ -101,24 +101,6 @@ def test_trades_cost_fewer_keys_than_dealing_chunks_around() -> None:
             [[((i * 8 + rank) * 512, 1, i * 512, 512) for i in range(16)] for rank in range(8)]
         )  # fmt: skip
         assert traveling(mask, layout) < traveling(mask, dealt)
-
-
-@given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 60), st.data())
-def test_any_mask_gets_a_partition(world_size: int, chunk: int, extra: int, data: st.DataObject) -> None:
-    """Layout checks that it is one; chunk counts differ by at most one, and the work is never above contiguous's."""
-    seq_len = chunk * (world_size - 1) + 1 + extra
-    mask = data.draw(any_masks(2, seq_len))
-    layout = Layout.balanced(mask, world_size, chunk)
-    counts = [-(-layout.local_len(rank) // chunk) for rank in range(world_size)]
-    assert max(counts) - min(counts) <= 1
-    pairs = dense(mask).sum((0, 2))
-    of_ranks = [int(pairs[layout.positions(rank)].sum()) for rank in range(world_size)]
-    num_chunks = -(-seq_len // chunk)
-    owner = torch.arange(num_chunks) * world_size // num_chunks
-    before = [0] * world_size
-    for index, rank in enumerate(owner.tolist()):
-        before[rank] += int(pairs[index * chunk : (index + 1) * chunk].sum())
-    assert max(of_ranks) <= max(max(before), TOLERANCE * sum(before) / world_size)
 
 
 @given(st.integers(1, 6), st.data())
