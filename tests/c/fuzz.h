@@ -45,39 +45,11 @@ static inline bool judge(const char *function, verdict expected, rt_status statu
 
 // ---- numbers -----------------------------------------------------------------------------------------------
 
+// Near the good number, near 0, of any size, near a power of two, or where sums and products of two wrap.
 static inline int64_t hostile(uint64_t *state, int64_t good) {
-    static const int64_t values[] = {INT64_MIN,
-                                     INT64_MIN + 1,
-                                     INT64_MIN / 2,
-                                     -(1LL << 60),
-                                     -(1LL << 32),
-                                     INT32_MIN,
-                                     -1,
-                                     0,
-                                     1,
-                                     255,
-                                     256,
-                                     257,
-                                     512,
-                                     513,
-                                     INT32_MAX,
-                                     1LL << 31,
-                                     (1LL << 32),
-                                     (1LL << 32) + 1,
-                                     3037000499,
-                                     3037000500,
-                                     1LL << 53,
-                                     (1LL << 57) + 1,
-                                     (1LL << 60) - 1,
-                                     1LL << 60,
-                                     (1LL << 60) + 1,
-                                     1LL << 61,
-                                     1LL << 62,
-                                     INT64_MAX / 3,
-                                     INT64_MAX / 2,
-                                     INT64_MAX - 1,
-                                     INT64_MAX};
-    const int64_t any = values[random_int(state, 0, (int64_t)(sizeof(values) / sizeof(values[0])) - 1)];
+    static const int64_t wrapping[] = {INT64_MIN,     INT64_MIN + 1, INT64_MIN / 2, INT64_MAX,
+                                       INT64_MAX / 2, INT64_MAX / 3, 3037000499,    3037000500};
+    const int64_t sign = random_int(state, 0, 3) ? 1 : -1;
     switch (random_int(state, 0, 5)) {
     case 0:
         return good == INT64_MAX ? good : good + 1;
@@ -86,9 +58,11 @@ static inline int64_t hostile(uint64_t *state, int64_t good) {
     case 2:
         return random_int(state, -2, 9);
     case 3:
-        return (int64_t)(random_bits(state) >> random_int(state, 0, 63)) * (random_int(state, 0, 3) ? 1 : -1);
+        return (int64_t)(random_bits(state) >> random_int(state, 0, 63)) * sign;
+    case 4:
+        return (((int64_t)1 << random_int(state, 0, 62)) + random_int(state, -1, 1)) * sign;
     default:
-        return any;
+        return wrapping[random_int(state, 0, 7)];
     }
 }
 
