@@ -11,6 +11,7 @@ What tests import takes longer than most of them. This process imports all of it
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -77,7 +78,7 @@ def passes(test: str, *, is_broken: bool = True) -> tuple[bool, str]:
             return False, "DOES NOT COMPILE: " + built.stderr[-500:]
         done = run("make", "-C", "tests/c", f"{out}.run") if kind == "c" else run(out)  # on each instruction set
         return done.returncode == 0, (done.stdout + done.stderr)[-1000:]
-    arguments = ["-x", "-q", "-p", "no:cacheprovider", *test.split()]
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", *shlex.split(test)]
     return in_fork(lambda: parts.run(arguments), keeps_bytecode=not is_broken)
 
 
