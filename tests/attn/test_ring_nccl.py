@@ -33,7 +33,6 @@ from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import ProcessGroupTransport, transport_of
 from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
 from ringtile.transport.transport import Messages, Works
-from test_transport import pass_on
 
 # ---- headers in the store, messages in batches -----------------------------------------------
 
@@ -107,22 +106,6 @@ def groups_in_another_order() -> list[bool]:
 def test_making_sequences_over_groups_in_another_order_waits_for_no_rank() -> None:
     """Making one sends nothing, over NCCL either."""
     assert run_ranks(2, groups_in_another_order) == [[True, True]] * 2
-
-
-def disagreement_as_over_nccl() -> str:
-    group = dist.new_group()
-    assert group is not None
-    as_over_nccl(group)
-    with pytest.raises(RingMismatchError) as caught:
-        pass_on(group, rounds=dist.get_rank())
-    assert len(pass_on(group)) == 2
-    return str(caught.value)
-
-
-def test_ranks_that_disagree_beside_the_group_are_named() -> None:
-    assert (
-        "disagree on rounds in call 1 (test): rank 0 has 0, rank 1 has 1" in run_ranks(2, disagreement_as_over_nccl)[0]
-    )
 
 
 def disagreement_after_agreement() -> list[str]:

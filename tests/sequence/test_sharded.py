@@ -29,19 +29,6 @@ CAUSAL, ZIGZAG = IntervalMask.causal(40), Layout.zigzag(40, 2)
 ONE = Layout.contiguous(40, 1)
 
 
-def test_shard_and_unshard_are_those_of_the_layout() -> None:
-    x = torch.arange(80.0).view(2, 40)
-
-    def on_rank(group: LoopbackGroup) -> bool:
-        sequence = ShardedSequence(CAUSAL, ZIGZAG, group)
-        assert (sequence.rank, sequence.world_size, sequence.seq_len) == (group.transport.rank, 2, 40)
-        local = sequence.shard(x, dim=1)
-        assert torch.equal(local, x[:, ZIGZAG.positions(sequence.rank)])
-        return torch.equal(sequence.unshard(local, dim=1), x)
-
-    assert LoopbackWorld(2).run(on_rank) == [True, True]
-
-
 def test_attention_over_a_sequence_is_attention_over_its_parts() -> None:
     p = problem()
 
