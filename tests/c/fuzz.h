@@ -290,8 +290,8 @@ static inline verdict spoil(uint64_t *state, arrays *all, rt_dtype *dtype, int64
         expected = UNKNOWN;
         const int64_t kind = random_int(state, 0, 10);
         if (kind == 0) *dtype = (rt_dtype)random_int(state, -1, 5);
-        if (kind == 1) all->null_at = random_int(state, 0, 11);
-        if (kind == 2) all->skewed_at = random_int(state, 0, 11);
+        if (kind == 1) all->null_at = random_int(state, 0, MOST_ARRAYS - 4);
+        if (kind == 2) all->skewed_at = random_int(state, 0, MOST_ARRAYS - 4);
         if (kind == 3) *parallel = random_workers(state);
         if (kind == 4) all->no_params = random_int(state, 0, 3) == 0;
         if (kind == 5) all->small_workspace = true;

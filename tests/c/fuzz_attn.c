@@ -121,7 +121,7 @@ static void draw_valid(attn_call *c, uint64_t *state) {
     }
 }
 
-static bool is_forbidden(const attn_call *c, bool two_sides, bool rounds, verdict *of_runs) {
+static bool is_forbidden(const attn_call *c, bool two_sides, verdict *of_runs) {
     const rt_attn_params *p = &c->p;
     if ((int)p->dtype < 0 || p->dtype > RT_F16) return true;
     if (p->num_heads < 1 || p->v_head_dim < 1 || p->v_head_dim > RT_MAX_HEAD_DIM) return true;
@@ -132,7 +132,6 @@ static bool is_forbidden(const attn_call *c, bool two_sides, bool rounds, verdic
     if (!(p->dropout >= 0 && p->dropout <= 1)) return true;
     if (p->mask_batch_stride != 0 && p->mask_batch_stride != p->num_queries) return true;
     if (two_sides && p->key_mask_batch_stride != 0 && p->key_mask_batch_stride != p->num_keys) return true;
-    if (c->pass == BACKWARD && rounds && !p->fresh) return true;
     *of_runs = judge_runs(c->runs, p->num_k_runs, p->num_keys, INT64_MAX, true);
     int64_t num_keys = 0;
     for (int64_t r = 0; *of_runs == VALID && r < p->num_k_runs; r++) num_keys += c->runs[r].length;
@@ -228,7 +227,7 @@ static void trial(uint64_t *state, int64_t entry) {
         add_optional(&all, true, dtype, &p->rounded_out, 4, out);
     }
     if (all.small_workspace && !of_delta) expected = FORBIDDEN;
-    const bool forbidden = is_forbidden(&c, two_sides, rounds, &of_runs);
+    const bool forbidden = is_forbidden(&c, two_sides, &of_runs);
     if (of_runs == UNKNOWN) expected = worse(expected, IMPOSSIBLE); // billions of keys
     if (!make(&all, state, forbidden, &expected)) return;
     fill_places(&all, first, last, state);
