@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from faults.op_calls import Gated
 from ringtile import (
     InputError,
     IntervalMask,
@@ -34,18 +35,9 @@ def tokens(batch: int = B) -> Tensor:
     return torch.randn(batch, S, H, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(D, 6), nn.Linear(D, 6), nn.Linear(6, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
 def test_double_backward_of_the_weights_is_refused() -> None:
     """A gradient penalty on weights, whose path leads through no input."""
-    module = Gated().double()
+    module = Gated(torch.float64)
     (grad,) = torch.autograd.grad(tiled_mlp(module, tokens()).sum(), module.up.weight, create_graph=True)
     with pytest.raises(RefusedError, match="the tiled MLP were differentiated again"):
         (grad**2).sum().backward()

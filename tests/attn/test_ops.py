@@ -216,32 +216,22 @@ def test_attention_op_refuses_unreadable_arguments(name: str, change: object, me
         ({"rows": torch.arange(B + 1)}, "rows has shape"),
         ({"positions": torch.arange(2 * N)[::2]}, "positions must be contiguous"),
         ({"positions": None}, "positions is None"),
-    ],
-)
-def test_attention_op_refuses_malformed_dropout(change: dict[str, object], message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.ringtile.attn_fwd_(*pick(attention_arguments(), FORWARD), *drops(**change))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
         ({"key_end": None}, "only one of key_begin and key_end"),
         ({"key_begin": torch.zeros(1, K)}, "key_begin has dtype"),
         ({"key_begin": torch.zeros(K, dtype=torch.int32)}, "key_begin has shape"),
         ({"key_end": torch.zeros(1, K - 1, dtype=torch.int32)}, "key_end has shape"),
         ({"key_end": torch.zeros(3, K, dtype=torch.int32)}, "key_end has shape"),
-        ({"positions": None}, "there is a key_begin and positions is None"),
+        ({"p": 0.0, "rows": None, "positions": None}, "there is a key_begin and positions is None"),
         ({"positions": torch.arange(N + 1)}, "positions has shape"),
         ({"positions": torch.arange(N).int()}, "positions has dtype"),
     ],
 )
-def test_attention_ops_refuse_malformed_intervals_of_keys(change: dict[str, object], message: str) -> None:
-    key_begin, key_end = causal(K)
-    given = {"positions": torch.arange(N), "rounded_out": None, "key_begin": key_begin, "key_end": key_end} | change
-    without_dropout = (False, 0.0, 0, 0, 0, None)
+def test_attention_op_refuses_malformed_dropout_and_intervals_of_keys(change: dict[str, object], message: str) -> None:
+    sides = dict(zip(("key_begin", "key_end"), causal(K), strict=True))
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.ringtile.attn_fwd_(*pick(attention_arguments(), FORWARD), *without_dropout, *given.values())
+        torch.ops.ringtile.attn_fwd_(
+            *pick(attention_arguments(), FORWARD), *drops(**{"rounded_out": None, **sides, **change})
+        )
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tools": (28, 3760),
     "tests": (9, 1150),
     "tests/bench": (4, 680),
-    "tests/attn": (26, 5771),
+    "tests/attn": (26, 5753),
     "tests/c": (32, 7429),
     "tests/campaigns": (21, 4326),
     "tests/cli": (12, 2025),
