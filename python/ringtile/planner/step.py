@@ -143,8 +143,8 @@ class TrainingStep:
         for name in ("_engine", "_model", "_reference", "_offload", "_batch", "_images"):
             vars(self).pop(name, None)
         _steps.clear()
-        gc.collect()  # FSDP2's modules, in cycles, before their ranks are gone
-        FakeTensorMode.cache_clear()
+        if self.setup.engine == "fsdp2":
+            gc.collect()  # its modules, in cycles, before their ranks are gone
         self._stack.close()
 
     def _make_model(self) -> PreTrainedModel:
