@@ -486,7 +486,7 @@ def test_what_is_refused_in_the_forward() -> None:
         layer(hidden.expand(4, -1, -1, -1))
     dropping = model_of("seed-oss")
     ringtile.stream_layers(dropping, CHUNK)
-    with pytest.raises(RefusedError, match=r"drops attention with 0\.1"):
+    with pytest.raises(RefusedError, match=r"uses attention dropout 0\.1"):
         dropping(**batch)
 
 

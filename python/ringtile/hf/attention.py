@@ -30,7 +30,7 @@ from ringtile.hf.masks import intervals_of
 from ringtile.hf.positions import scaled
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.stream.attend import running_chunk
+from ringtile.stream.attend import WHOLE, running_chunk
 
 NAME = "ringtile"
 _KERNEL: Any = os.environ.get("RINGTILE_ATTENTION_KERNEL", "auto")  # as the argument of ring_attention
@@ -38,6 +38,7 @@ DROPOUT = "ringtile_attention_dropout"  # the attribute of an attention module t
 _INTERVALS = "ringtile_intervals"  # the attribute of a mask that holds it as intervals
 LATENTS = "ringtile_latents"  # the attribute of empty values that holds latents, and what makes keys of them
 SEQUENCE = "ringtile_sequence"  # the attribute of an empty mask that holds the sequence under the mask that was drawn
+_PACKED = "ringtile_packed"  # and of one that holds it with documents apart
 
 # Keyword arguments of an attention function that ringtile computes.
 _COMPUTED = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal"})
@@ -102,25 +103,17 @@ def attention_forward(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Ring attention over the group of the batch -> (B, N, H, Dv); for a batch that is not sharded, transformers' own.
+    """Attention of a shard over the group of its batch, or under a mask that holds its sequence -> (B, N, H, Dv); for
+    anything else, transformers' own.
 
     options: dropout, scaling, sliding_window, softcap, s_aux (attention sinks), is_causal, and what does not concern
     attention, which models hand on.
     Raises RefusedError for any other option that is set, and for a shard without its ShardedBatch.
     """
-    batch = active_batch()
-    if batch is None:
-        if attention_mask is not None and attention_mask.numel() == 0:
-            raise RefusedError(
-                f"{type(module).__name__} got a shard of a sequence outside of the forward pass of its batch; expected "
-                f"a layer that the backward computes again to be checkpointed by the Trainer's {CHECKPOINTING}"
-            )
-        if (tree := key_of_tree(options)) is not None:
-            raise RefusedError(
-                f"the batch holds {tree}, and its model is called outside of the Trainer's steps; expected train(), "
-                f"evaluate() or predict()"
-            )
-        return transformers_attention(module, query, key, value, attention_mask, options)
+    batch, chunk = active_batch(), running_chunk()
+    sequence = _sequence_of(module, attention_mask, options, batch)
+    if sequence is None:
+        return _of_whole_rows(module, query, key, value, attention_mask, options)
     if attention_mask is not None and (attention_mask.numel() > 0 or attention_mask.dtype != torch.bool):
         raise RefusedError(
             f"{type(module).__name__} got an attention mask of shape {tuple(attention_mask.shape)} for a shard of a "
@@ -137,20 +130,20 @@ def attention_forward(
                 f"expected a training step, of a model whose config had a rate of attention dropout at "
                 f"ringtile.enable: set it to 0"
             )
-    chunk, indices = running_chunk(), options.get("indices")
+    indices = options.get("indices")
     if indices is not None and (chunk is not None or options.get("sliding_window")):
         raise RefusedError(
             f"{type(module).__name__} attends chosen keys (indices) in a window, or streamed, which has not been shown "
             f"to be exact; expected one of the two"
         )
     keep.called_by(module)
-    query = scaled(module, query, batch)
+    query = scaled(module, query, None if batch is None else batch.places)
     key, value, expand = latents_of(module, key, value)
     query, key, value = (as_autocast(x) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    sequence = _sequence_of(module, attention_mask, options, batch)
     more: dict[str, Any] = {"expand": expand, "indices": indices} if chunk is None else {}
-    if batch.chunk_tokens is not None and sequence.world_size > k.size(2):
+    is_reproducible = batch is not None and batch.chunk_tokens is not None
+    if is_reproducible and sequence.world_size > k.size(2):
         raise RefusedError(
             f"reproducible: {type(module).__name__} has {k.size(2)} heads of keys, some of which {sequence.world_size} "
             f"ranks would share; expected context_parallel_size of at most {k.size(2)}, so that nothing is added"
@@ -162,10 +155,33 @@ def attention_forward(
         softcap=options.get("softcap") or 0.0,
         sinks=options.get("s_aux"),
         dropout=dropout,
-        attention_kernel=_KERNEL if batch.chunk_tokens is None else "ringtile",
+        attention_kernel="ringtile" if is_reproducible else _KERNEL,
         **more,
     )
     return out, None
+
+
+def _of_whole_rows(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' own attention. RefusedError: this is a shard, a chunk or a tree, of which it would see too little."""
+    if attention_mask is not None and attention_mask.numel() == 0:
+        raise RefusedError(
+            f"{type(module).__name__} got a shard of a sequence outside of the forward pass of its batch; expected a "
+            f"layer that the backward computes again to be checkpointed by the Trainer's {CHECKPOINTING}"
+        )
+    if running_chunk() is not None:
+        got = "no mask" if attention_mask is None else f"a mask {tuple(attention_mask.shape)}"
+        raise RefusedError(
+            f"{type(module).__name__} got {got} in a streamed layer; expected one of transformers' masking_utils, "
+            f"drawn from a mask (batch, tokens) or none: {WHOLE}"
+        )
+    if (tree := key_of_tree(options)) is not None:
+        raise RefusedError(
+            f"the batch holds {tree}, and its model is called outside of the Trainer's steps; expected train(), "
+            f"evaluate() or predict()"
+        )
+    return transformers_attention(module, query, key, value, attention_mask, options)
 
 
 def latents_of(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -181,17 +197,23 @@ def latents_of(module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, T
 
 
 def _sequence_of(
-    module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any], batch: ShardedBatch
-) -> ShardedSequence:
-    """The batch as this layer attends it: by a mask that the model has drawn, window included, or by its own window."""
-    if not batch.draws_masks:
+    module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any], batch: ShardedBatch | None
+) -> ShardedSequence | None:
+    """The batch as this layer attends it: by a mask that was drawn, window included, or by its own window; None: there
+    is no batch, and ringtile has drawn no mask."""
+    drawn = cast("ShardedSequence | None", getattr(attention_mask, SEQUENCE, None))
+    if batch is not None and not batch.draws_masks:
         return batch.narrowed(mask_of_layer(module, options))
-    drawn = getattr(attention_mask, SEQUENCE, None)
-    if drawn is None:
+    if batch is not None and drawn is None:
         raise RefusedError(
             f"{type(module).__name__} got no mask of those that its model has drawn; expected one for every layer"
         )
-    return cast("ShardedSequence", drawn)
+    offsets = options.get("cu_seq_lens_q")
+    if batch is not None or drawn is None or offsets is None:
+        return drawn
+    if not hasattr(attention_mask, _PACKED):  # documents, which flash-attention keeps apart too
+        setattr(attention_mask, _PACKED, drawn & IntervalMask.from_cu_seqlens(offsets, causal=False))
+    return cast("ShardedSequence", getattr(attention_mask, _PACKED))
 
 
 def as_autocast(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
-from ringtile.hf.batch import ShardedBatch, active_batch
+from ringtile.hf.batch import active_batch
 from ringtile.hf.patches import Patches
 from ringtile.stream.attend import running_chunk
 
@@ -148,16 +148,18 @@ def leave_temperature(model: nn.Module, patches: Patches) -> None:
             patches.set(module, "ringtile_temperature", True)
 
 
-def scaled(module: nn.Module, query: Tensor, batch: ShardedBatch) -> Tensor:
-    """query (B, H, N, D), times its temperature if the module was to multiply it; with the rounding of transformers."""
+def scaled(module: nn.Module, query: Tensor, places: Tensor | None) -> Tensor:
+    """query (B, H, N, D), times its temperature if the module was to multiply it; with the rounding of transformers.
+
+    places (N,): of the tokens in their row, of which a chunk has a part; None: they are those of whole rows.
+    """
     chunk = running_chunk()
-    return scaled_at(module, query, batch.places if chunk is None else batch.places[chunk.tokens])
-
-
-def scaled_at(module: nn.Module, query: Tensor, places: Tensor) -> Tensor:
-    """The same, for queries at these places (N,) of their row."""
-    if not getattr(module, "ringtile_temperature", False):
+    if not getattr(module, "ringtile_temperature", False) or (chunk is None and places is None):
         return query
+    if chunk is not None:
+        tokens = chunk.tokens
+        places = torch.arange(tokens.start, tokens.stop) if places is None else places[tokens]
+    assert places is not None
     settings: Any = module
     counts = places.to(query.device).float() + 1.0
     factor = torch.log1p(torch.floor(counts / settings.floor_scale)) * settings.attn_scale + 1.0

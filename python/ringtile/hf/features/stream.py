@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from torch.utils import _pytree as pytree
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, Trainer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ringtile.attn.attention import ring_attention
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, RefusedError, shown
 from ringtile.hf import attention
@@ -35,10 +34,9 @@ from ringtile.hf.layers import mixers
 from ringtile.hf.masks import intervals_of, mask_of_batch
 from ringtile.hf.model import attends_causally, base_model, refuse_modules, text_modules
 from ringtile.hf.patches import Patches
-from ringtile.hf.positions import leave_temperature, scaled_at
+from ringtile.hf.positions import leave_temperature
 from ringtile.hf.tiled_forward import TiledForward, gather_as_one, own_forward, with_recorded
 from ringtile.sequence.layout import Layout
-from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.stream.attend import WHOLE, attends_no_later_chunk, running_chunk
 from ringtile.stream.layer import Rest, run_chunks, run_tokens
@@ -48,7 +46,6 @@ from ringtile.tiled.tiles import tile_limit
 
 logger = logging.getLogger("ringtile")
 NAME = "ringtile_stream"
-_PACKED = "ringtile_packed"  # the attribute of an empty mask that holds its sequence with documents apart
 # Where the arguments of layers have their tokens; tensors of other names are refused.
 _TOKEN_DIMS = {"position_embeddings": -2, "position_ids": -1, "per_layer_input": 1, "original_hidden_states": 1}
 _CACHES = (*CACHES, "layer_past")
@@ -90,7 +87,7 @@ def install_stream(trainer: Trainer, base: PreTrainedModel, config: Config, patc
 
 def _stream(model: nn.Module, stream_tokens: int, patches: Patches) -> None:
     base = base_model(model)
-    AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(NAME, attention.attention_forward)
     AttentionMaskInterface.register(NAME, draw_mask)
     before = base.config._attn_implementation
     patches.on_restore(lambda: base.set_attn_implementation(before))
@@ -301,57 +298,10 @@ def draw_mask(**kwargs: Any) -> Tensor | None:
     return empty
 
 
-def attend(
-    module: nn.Module,
-    query: Tensor,  # (B, H, N, D)
-    key: Tensor,  # (B, G, N, D)
-    value: Tensor,  # (B, G, N, Dv)
-    attention_mask: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of a chunk, or of a whole layer under a mask that `draw_mask` has drawn -> (B, N, H, Dv); transformers'
-    own where it has drawn none; of a batch that is sharded, the ranks'. RefusedError: an option that may change the
-    scores, or dropout."""
-    if active_batch() is not None:
-        return attention.attention_forward(module, query, key, value, attention_mask, **options)
-    chunk, sequence = running_chunk(), _sequence_of(attention_mask, options)
-    if sequence is None:
-        if chunk is None:
-            return attention.transformers_attention(module, query, key, value, attention_mask, options)
-        got = "no mask" if attention_mask is None else f"a mask {tuple(attention_mask.shape)}"
-        raise RefusedError(
-            f"{type(module).__name__} got {got} in a streamed layer; expected one of transformers' masking_utils, "
-            f"drawn from a mask (batch, tokens) or none: {WHOLE}"
-        )
-    attention.refuse_unknown(module, options)
-    if probability := options.get("dropout", 0.0):
-        raise RefusedError(
-            f"{type(module).__name__} drops attention with {probability}; a streamed layer's dropout is counted under "
-            f"ringtile.enable only: set its rate to 0 in the model's config"
-        )
-    if chunk is not None:
-        query = scaled_at(module, query, torch.arange(chunk.tokens.start, chunk.tokens.stop))
-    q, k, v = (attention.as_autocast(x).transpose(1, 2) for x in (query, key, value))
-    run = ring_attention if chunk is None else chunk.attend
-    softcap, sinks = options.get("softcap") or 0.0, options.get("s_aux")
-    return run(q, k, v, sequence, scale=options.get("scaling"), softcap=softcap, sinks=sinks), None
-
-
 def _is_in_a_block() -> bool:
     """Whether a torch function mode of this thread shards the attention inside of it."""
     modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
     return any(getattr(mode, "shards_attention", False) for mode in modes)
-
-
-def _sequence_of(mask: Tensor | None, options: dict[str, Any]) -> ShardedSequence | None:
-    """The sequence under the mask that was drawn, its documents apart where cu_seq_lens_q says so, as flash-attention
-    keeps them; None: ringtile has drawn none."""
-    drawn, offsets = getattr(mask, attention.SEQUENCE, None), options.get("cu_seq_lens_q")
-    if drawn is None or offsets is None:
-        return cast("ShardedSequence | None", drawn)
-    if not hasattr(mask, _PACKED):
-        setattr(mask, _PACKED, drawn & IntervalMask.from_cu_seqlens(offsets, causal=False))
-    return cast("ShardedSequence", getattr(mask, _PACKED))
 
 
 FEATURE = Feature(
