@@ -118,14 +118,12 @@ def _of_batch(name: str, *args: Any, **kwargs: Any) -> Any:
 # ---- what stands in for transformers' functions -------------------------------------------------
 
 
-def _sequence(state: Any = None) -> ShardedSequence:
-    """Return the sequence of the active batch. state: one that a function is to begin with, or to return."""
+# A state to begin with or to return is no parameter, and so refused: it belongs to whole sequences.
+
+
+def _sequence() -> ShardedSequence:
     batch = active_batch()
     assert batch is not None
-    if state is not None and state is not False:
-        raise RefusedError(
-            "a recurrent layer with a cache; expected use_cache false: a state belongs to whole sequences"
-        )
     return batch.sequence
 
 
@@ -160,12 +158,11 @@ def _causal_conv1d_fn(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
-    initial_states: Tensor | None = None,
 ) -> Tensor:
     """hidden_states (B, C, N) -> (B, C, N)."""
     known = "silu" if activation in ("silu", "swish") else ""
     x = hidden_states.transpose(1, 2)
-    sequence = _sequence(initial_states)
+    sequence = _sequence()
     scheme = _scheme(sequence, x.size(2))
     y: Tensor = causal_conv1d(x, weight, sequence, bias=bias, activation=known, scheme=scheme).transpose(1, 2)
     return y if known or activation is None else ACT2FN[activation](y)
@@ -177,12 +174,10 @@ def _gated_delta_rule(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
 ) -> tuple[Tensor, None]:
     """query, key (B, N, H, K), value (B, N, H, V), g (B, N, H) or (B, N, H, K), beta (B, N, H) -> (B, N, H, V)."""
-    sequence = _sequence(output_final_state or initial_state)
+    sequence = _sequence()
     q, k, v = (_multiplied(x) for x in (query, key, value))
     if use_qk_l2norm_in_kernel:  # with an epsilon under the root, as in fla, and not as functional.normalize
         q, k = (_normalized(x).to(x.dtype) for x in (q, k))
@@ -206,14 +201,9 @@ def _mamba2_chunk_scan(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    return_final_states: bool = False,
-    initial_states: Tensor | None = None,
-    z: Tensor | None = None,
 ) -> Tensor:
     """hidden_states (B, N, H, V), dt (B, N, H), A (H), B, C (B, N, G, K) -> (B, N, H, V), in float32 on a CPU."""
-    sequence = _sequence(return_final_states or initial_states)
-    if z is not None:
-        raise RefusedError("mamba2_chunk_scan with a gate z; expected none: transformers gates outside of it")
+    sequence = _sequence()
     dt = _wide(dt)
     dt = dt if dt_bias is None else dt + _wide(dt_bias)
     dt = (functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
@@ -233,10 +223,9 @@ def _mamba_selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
-    return_last_state: bool = False,
 ) -> Tensor:
     """hidden_states, dt, z (B, C, N), A (C, K), B, C (B, K, N), D, delta_bias (C) -> (B, C, N)."""
-    sequence = _sequence(return_last_state)
+    sequence = _sequence()
     scheme = _scheme(sequence, 1)  # all channels share B and C
     x, dt, B, C = (_wide(y).transpose(1, 2) for y in (hidden_states, dt, B, C))
     dt = dt if delta_bias is None else dt + _wide(delta_bias)
