@@ -90,7 +90,7 @@ class CountedDropout(TrainerCallback):
         attentive = {module for _, module in text_modules(base) if drops and "Attention" in type(module).__name__}
         for path, module in text_modules(base):
             layer = next((layers[prefix] for prefix in _prefixes(path) if prefix in layers), None)
-            name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+            name = _without_wrappers(path)
             if module in attentive:
                 patches.set(module, attention.DROPOUT, self._of_attention(name, layer))
             elif is_counted(path, module):
@@ -188,39 +188,43 @@ class CountedDropout(TrainerCallback):
 
     # ---- one module -----------------------------------------------------------------------------
 
+    def _of_call(self, name: str, layer: nn.Module | None, x: Tensor) -> tuple[_Tokens, Tensor, int] | None:
+        """The tokens inside the model, the places of those of x, and the stream that a call draws from; None: it does
+        not draw from counters."""
+        tokens, recomputes = self._tokens_now()
+        places = None if tokens is None else _places_of(x, tokens)
+        if tokens is None or places is None:
+            return None
+        call = _call_number(name, layer, tokens, recomputes)
+        return tokens, places, zlib.crc32(name.encode() if call == 0 else f"{name}:{call}".encode())
+
     def _forward(self, name: str, layer: nn.Module | None) -> Callable[..., Tensor]:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def forward(module: Any, input: Tensor) -> Tensor:
             if not module.training or module.p == 0:
                 return input
-            tokens, recomputes = self._tokens_now()
-            places = None if tokens is None else _places_of(input, tokens)
-            if tokens is None or places is None:
+            if (call := self._of_call(name, layer, input)) is None:
                 return nn.Dropout.forward(module, input)
-            call = _call_number(name, layer, tokens, recomputes)
-            features, seed = input.reshape(places.size(0), -1), self._trainer.args.seed
-            dropped = ops.dropout(features, places, module.p, seed, tokens.step, _stream(name, call))
-            return dropped.view(input.shape)
+            tokens, places, stream = call
+            features = input.reshape(places.size(0), -1)
+            return ops.dropout(features, places, module.p, self._trainer.args.seed, tokens.step, stream).view_as(input)
 
-        replacement: Callable[..., Tensor] = forward
-        return replacement
+        return cast("Callable[..., Tensor]", forward)
 
     def _install_noise(self, base: PreTrainedModel, alpha: float, patches: Patches) -> None:
         """Adds NEFTune's noise to the embeddings of training steps, in place of transformers' hook."""
         patches.set(self._trainer, "neftune_noise_alpha", None)
         embeddings: Any = base.get_input_embeddings()
         path = next((path for path, module in base.named_modules() if module is embeddings), "embeddings")
-        name = ".".join(part for part in path.split(".") if part not in _WRAPPERS) + ":neftune"
+        name = _without_wrappers(path) + ":neftune"
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def add_noise(module: Any, args: Any, output: Tensor) -> Tensor:
             if not module.training:
                 return output
-            tokens, recomputes = self._tokens_now()
-            places = None if tokens is None else _places_of(output, tokens)
-            if tokens is None or places is None:
+            if (call := self._of_call(name, None, output)) is None:
                 return cast("Tensor", neftune_post_forward_hook(module, args, output))  # type: ignore[no-untyped-call]
-            stream = _stream(name, _call_number(name, None, tokens, recomputes))
+            tokens, places, stream = call
             num_features, key = output.size(-1), (self._trainer.args.seed, tokens.step)
             largest = alpha / math.sqrt(tokens.seq_len * num_features)  # padding included, as transformers counts
             return output + _noise(places, num_features, largest, output.dtype, key, stream).view_as(output)
@@ -231,20 +235,17 @@ class CountedDropout(TrainerCallback):
     def _of_attention(self, name: str, layer: nn.Module | None) -> Callable[[Tensor, float], AttentionDropout | None]:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def dropout_of(query: Tensor, probability: float) -> AttentionDropout | None:
-            tokens, recomputes = self._tokens_now()
-            tile = running_tile()
-            shape = None if tokens is None else tokens.shape if tile is None else tile.shape
-            if tokens is None or (query.size(0), query.size(2)) != shape:
+            """query (B, H, N, D)"""
+            if (call := self._of_call(name, layer, query[:, 0])) is None:
                 return None
-            call = _call_number(name, layer, tokens, recomputes)
-            return AttentionDropout(probability, tokens.rows, self._trainer.args.seed, tokens.step, _stream(name, call))
+            tokens, _, stream = call
+            return AttentionDropout(probability, tokens.rows, self._trainer.args.seed, tokens.step, stream)
 
-        counted: Callable[[Tensor, float], AttentionDropout | None] = dropout_of
-        return counted
+        return cast("Callable[[Tensor, float], AttentionDropout | None]", dropout_of)
 
 
-def _stream(name: str, call: int) -> int:
-    return zlib.crc32(name.encode() if call == 0 else f"{name}:{call}".encode())
+def _without_wrappers(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _places_of(x: Tensor, tokens: _Tokens) -> Tensor | None:
