@@ -120,11 +120,13 @@ class LossOnSequences(ShardedLoss):
             self.proof.before(module, inputs, loss_of, named="what the model returns")
 
     def _generate_whole(self, base: PreTrainedModel, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """generate() inside a loss: on the whole rows of every rank, with a cache, as in one process."""
-        if not self.in_step:
-            return original(*args, **kwargs)
+        """generate() inside a loss."""
+        return self.on_whole_rows(base, original, *args, **kwargs) if self.in_step else original(*args, **kwargs)
+
+    def on_whole_rows(self, base: PreTrainedModel, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What generate returns, on rows of this rank that nothing shards, with a cache, as in one process."""
         with self.step(False), model.own_attention(base), at_most(0):
-            return original(*args, **kwargs)
+            return generate(*args, **kwargs)
 
     @contextlib.contextmanager
     def step(self, inside: bool) -> Iterator[None]:

@@ -26,7 +26,6 @@ from transformers import PreTrainedModel, Trainer
 from ringtile.errors import ConfigError, RefusedError, RingMismatchError
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.loss_on_sequences import LossOnSequences
-from ringtile.hf.model import own_attention
 from ringtile.random_states import (
     all_random_states,
     host_random_states,
@@ -34,7 +33,6 @@ from ringtile.random_states import (
     random_numbers_of,
     set_random_states,
 )
-from ringtile.tiled.tiles import at_most
 from ringtile.transport.groups import transport_of
 
 
@@ -128,8 +126,7 @@ class LossOnRollouts(LossOnSequences):
 
         def generate(some: Sequence[Any]) -> Any:
             given = _unsplit(trainer, some) if has_images else (some, images, multimodal_fields)
-            with self.step(False), own_attention(self.base), at_most(0):
-                return original(*given, *args, **kwargs)
+            return self.on_whole_rows(self.base, original, *given, *args, **kwargs)
 
         if getattr(trainer, "use_vllm", False):
             if trainer.vllm_mode == "server":  # which one rank of the world asks, for the rows of all
@@ -144,12 +141,7 @@ class LossOnRollouts(LossOnSequences):
 
     def _roll_out(self, original: Callable[..., Any], prompts: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
         """The user's function gets the rows of one rank, as it gets those of one process without ringtile."""
-
-        def roll_out(rows: Sequence[Any]) -> Any:
-            with self.step(False), own_attention(self.base), at_most(0):
-                return original(rows, *args, **kwargs)
-
-        return self._deal(prompts, roll_out)
+        return self._deal(prompts, lambda rows: self.on_whole_rows(self.base, original, rows, *args, **kwargs))
 
     def _deal(self, rows: Sequence[Any], generate: Callable[[Sequence[Any]], Any]) -> Any:
         """Returns what `generate` answers to all rows; each rank asks it about its part of them. A collective.
