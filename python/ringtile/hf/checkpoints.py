@@ -64,7 +64,7 @@ class Checkpoints:
             if args.should_save:
                 _write_manifest(folder)
         except Exception as error:
-            if isinstance(error, RingtileError) or of_a_collective(error) or not _is_of_writing(error):
+            if isinstance(error, RingtileError) or of_a_collective(error):
                 raise
             failure = CheckpointError(
                 f"{folder} could not be saved on rank {args.process_index}: {' '.join(str(error).split())}; "
@@ -239,13 +239,3 @@ def _write_manifest(folder: pathlib.Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     (folder / _DRAFT).replace(folder / MANIFEST)
-
-
-def _is_of_writing(error: Exception) -> bool:
-    """torch and safetensors have errors of their own for a file that cannot be written."""
-    return (
-        isinstance(error, OSError)
-        or type(error).__name__ == "SafetensorError"
-        or "inline_container.cc" in str(error)
-        or "PytorchStreamWriter" in str(error)
-    )
