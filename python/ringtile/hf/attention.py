@@ -164,7 +164,7 @@ def attention_forward(
 def _of_whole_rows(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """transformers' own attention. RefusedError: this is a shard, a chunk or a tree, of which it would see too little."""
+    """transformers' own attention. RefusedError: it would see too little of a shard, a chunk or a tree."""
     if attention_mask is not None and attention_mask.numel() == 0:
         raise RefusedError(
             f"{type(module).__name__} got a shard of a sequence outside of the forward pass of its batch; expected a "

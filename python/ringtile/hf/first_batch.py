@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ringtile.errors import RefusedError, RingtileError
 from ringtile.first_batch.compare import Comparison
@@ -127,24 +126,19 @@ class FirstBatch:
         counted = transport.bytes_sent, transport.wait_seconds
         drawn = loss.dropout.drawn
         paths = {module: path for path, module in loss.base.named_modules()}
-        shards_weights = any(isinstance(module, FSDPModule) for module in model.modules())
-        shards_weights = shards_weights or any(hasattr(weight, "ds_id") for weight in model.parameters())  # of ZeRO-3
         # As ZeRO-3 does after each step: a weight that another module than its own reads, such as a mixer that of its
         # convolution, is else gathered in each run, which DeepSpeed takes for an error in the order of its weights.
         small: list[Any] = [weight for weight in model.parameters() if getattr(weight, "ds_persist", False)]
         if small:
             small[0].all_gather(small)
-        is_first = True
 
         def restore() -> None:
             unchanged.restore()
             loss.dropout.drawn = drawn
 
         def run(whole: bool, **options: Any) -> LossRun:
-            nonlocal is_first
             restore()
-            failure, place = None, ""
-            found: LossRun | None = None
+            place = ""
 
             @contextlib.contextmanager
             def within(trace: Trace) -> Iterator[None]:
@@ -161,19 +155,11 @@ class FirstBatch:
                 copies = {  # that a forward pass may write, without the graph that made them
                     name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in cut.items()
                 }
-                found = record(lambda: loss_of(model, copies), paths, within, **options)
+                return record(lambda: loss_of(model, copies), paths, within, **options)
             except Exception as error:
                 if isinstance(error, RingtileError | torch.OutOfMemoryError) or of_a_collective(error):
                     raise
-                if shards_weights or not whole:
-                    raise _failed(error, place, whole) from error
-                failure = error
-            if is_first and not shards_weights and loss.group.largest_of_all(int(failure is not None)) != [0]:
-                raise _ProvesNothingError(place) from failure
-            is_first = False
-            if found is None:
-                raise _ProvesNothingError(place) from failure
-            return found
+                raise _failed(error, place or "the model", num_tokens if whole else 0) from error
 
         try:
             self.comparison = prove(
@@ -185,9 +171,6 @@ class FirstBatch:
                 named=named,
                 key="shared_prefix" if loss.config.shared_prefix else "stream",
             )
-        except _ProvesNothingError as error:
-            reason = " ".join(str(error.__cause__ or "on another rank").split())
-            raise _unproved(f"on {num_tokens} of its tokens, {error} fails in one process ({reason})") from error
         finally:
             restore()
             transport.bytes_sent, transport.wait_seconds = counted
@@ -205,29 +188,23 @@ class FirstBatch:
         return max([16 * self._loss.group.size, *(size + size // 2 for size in windows)])
 
 
-class _ProvesNothingError(Exception):
-    """The model fails on a cut in one process, and what it computes on shards of it says nothing."""
-
-    def __init__(self, place: str) -> None:
-        super().__init__(place or "the model")
-
-
 def _unproved(why: str) -> RefusedError:
     return RefusedError(
         f"the first batch proves nothing: {why}. Set first_batch_check: false to train without the check; {_INSTEAD}"
     )
 
 
-def _failed(error: Exception, place: str, whole: bool) -> RefusedError:
+def _failed(error: Exception, place: str, num_tokens: int) -> RefusedError:
+    """num_tokens: that one process computed; 0: it was a shard."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    if whole:  # the other ranks wait for the weights that this one would have gathered
-        return RefusedError(
-            f"{place or 'the model'} fails on a cut of the first batch, in one process too ({reason}); expected a "
-            f"model that takes rows of any length. Set first_batch_check: false to train without the check; {_INSTEAD}"
+    if num_tokens:
+        return _unproved(
+            f"on {num_tokens} of its tokens, {place} fails in one process ({reason}); expected a model that takes rows "
+            f"of any length"
         )
     return RefusedError(
-        f"{place or 'the model'} fails on a shard of the first batch ({reason}); expected a module that makes no "
-        f"attention mask of its own, of which a shard has none, and no tensor of the length of the sequence"
+        f"{place} fails on a shard of the first batch ({reason}); expected a module that makes no attention mask of "
+        f"its own, of which a shard has none, and no tensor of the length of the sequence"
     )
 
 
