@@ -145,8 +145,8 @@ MUTANTS = [
     Mutant(
         "dropout: attention of all layers shares a stream",
         "python/ringtile/hf/features/dropout.py",
-        "return zlib.crc32(name.encode() if call == 0",
-        "return zlib.crc32(name[:13].encode() if call == 0",
+        "return tokens, places, zlib.crc32(name.encode() if call == 0",
+        "return tokens, places, zlib.crc32(name[:13].encode() if call == 0",
         "tests/hf/test_hf_dropout.py -k definition",
     ),
     Mutant(
