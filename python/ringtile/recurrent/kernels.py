@@ -17,7 +17,7 @@ channels, W width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from torch import Tensor
 from ringtile import arguments, derivatives, ops, self_test
 from ringtile.errors import RefusedError
 from ringtile.recurrent import self_test as recurrent_self_test
-
-if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
 
 _ops = torch.ops.ringtile
 
@@ -155,11 +152,8 @@ def _keeps(given: tuple[Tensor | None, ...]) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
 
-@overload
-def _as(dtype: torch.dtype, x: Tensor) -> Tensor: ...
-@overload
-def _as(dtype: torch.dtype, x: Tensor | None) -> Tensor | None: ...
-def _as(dtype: torch.dtype, x: Tensor | None) -> Tensor | None:
+def _as(dtype: torch.dtype, x: Tensor | None) -> Any:
+    """x in that dtype, contiguous; None for None."""
     return None if x is None else x.to(dtype).contiguous()
 
 
@@ -213,19 +207,9 @@ def _(dout: Tensor, dfinal_state: Tensor | None, *inputs: Any) -> tuple[Tensor, 
 
 
 @_register_fake("selective_scan")
-def _(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    seq_idx: Tensor,
-    initial_state: Tensor | None,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, dt: Tensor, A: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch, num_tokens, _ = x.shape
-    kept = A.new_empty(batch, _num_states(num_tokens) if keep else 0, *A.shape)
+    kept = A.new_empty(batch, _num_states(num_tokens) if others[-1] else 0, *A.shape)
     return x.new_empty(x.shape), A.new_empty(batch, *A.shape), kept
 
 
@@ -238,113 +222,65 @@ def _(dout: Tensor, dfinal_state: Tensor | None, *inputs: Any) -> tuple[Tensor, 
 
 
 @_register_fake("causal_conv1d")
-def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor, initial_state: Tensor | None, silu: bool
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(x.size(0), weight.size(1) - 1, x.size(2))
 
 
 @_register_fake("causal_conv1d_backward")
-def _(
-    dy: Tensor,
-    dfinal_state: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seq_idx: Tensor,
-    initial_state: Tensor | None,
-    silu: bool,
-) -> tuple[Tensor, ...]:
-    dbias = weight.new_empty(0 if bias is None else x.size(2))
-    return (
-        x.new_empty(x.shape),
-        weight.new_empty(weight.shape),
-        dbias,
-        weight.new_empty(x.size(0), weight.size(1) - 1, x.size(2)),
-    )
+def _(dy: Tensor, dfinal_state: Tensor | None, x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    dbias = weight.new_empty(0 if others[0] is None else x.size(2))
+    dinitial = weight.new_empty(x.size(0), weight.size(1) - 1, x.size(2))
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias, dinitial
 
 
-def _setup_scan(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.scale, ctx.keep = inputs  # type: ignore[attr-defined]
-    ctx.save_for_backward(*tensors, output[2])
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)
+def _register_autograd(
+    op: str,
+    name: str,
+    num_tensors: int,
+    num_options: int = 0,
+    out_like: int = 0,
+    in_order: Callable[..., tuple[Tensor, ...]] = lambda *gradients: gradients,
+) -> None:
+    """Register how an op is differentiated, once.
+
+    It takes so many tensors, of which the last two are seq_idx and the initial state, then options, of which its
+    backward takes the first num_options; it returns out, which is like the tensor out_like, the final state, and what
+    else its backward takes. in_order(*what the backward returns): a gradient for each tensor but seq_idx. name: in errors.
+    """
+    backward_of = getattr(_ops, f"{op}_backward")
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.options = inputs[num_tensors:]
+        ctx.save_for_backward(*inputs[:num_tensors], *output[2:])
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)
+
+    def backward(
+        ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None, *others: None
+    ) -> tuple[Tensor | None, ...]:
+        derivatives.check_once(f"the backward of {name}", dout, dfinal_state)
+        saved = ctx.saved_tensors
+        out = saved[out_like]
+        dout = out.new_zeros(out.shape) if dout is None else _unit_last_stride(dout)
+        dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
+        found = in_order(*backward_of(dout, dfinal_state, *saved, *ctx.options[:num_options]))
+        gradients = zip(saved, (*found[:-1], None, found[-1]), strict=False)
+        return (
+            *(None if x is None or dx is None else dx.to(x.dtype) for x, dx in gradients),
+            *(None for _ in ctx.options),
+        )
+
+    def refuse(ctx: Any, *gradients: Tensor) -> None:
+        raise derivatives.differentiated_again(name)
+
+    torch.library.register_autograd(f"ringtile::{op}", backward, setup_context=setup)
+    torch.library.register_autograd(f"ringtile::{op}_backward", refuse)
 
 
-def _scan_backward(
-    ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None, dstates: None
-) -> tuple[Tensor | None, ...]:
-    *tensors, states = ctx.saved_tensors
-    q, k, v, _, beta, dt, D, _, initial_state = tensors
-    derivatives.check_once("the backward of a recurrence", dout, dfinal_state)
-    dout = v.new_zeros(v.shape) if dout is None else _unit_last_stride(dout)
-    dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
-    dq, dk, dv, dg, dfactor, dD, dinitial = _ops.scan_backward(dout, dfinal_state, *tensors, states, ctx.scale)
-    return (
-        dq.to(q.dtype),
-        dk.to(k.dtype),
-        dv.to(v.dtype),
-        dg,
-        None if beta is None else dfactor,
-        None if dt is None else dfactor,
-        None if D is None else dD.sum((0, 1)),
-        None,
-        None if initial_state is None else dinitial,
-        None,
-        None,
-    )
-
-
-def _setup_selective(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, _ = inputs
-    ctx.save_for_backward(*tensors, output[2])
-    ctx.mark_non_differentiable(output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _selective_backward(
-    ctx: Any, dout: Tensor | None, dfinal_state: Tensor | None, dstates: None
-) -> tuple[Tensor | None, ...]:
-    *tensors, states = ctx.saved_tensors
-    x, _, _, B, C, D, _, initial_state = tensors
-    derivatives.check_once("the backward of selective_scan", dout, dfinal_state)
-    dout = x.new_zeros(x.shape) if dout is None else _unit_last_stride(dout)
-    dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
-    dx, ddt, dA, dB, dC, dD, dinitial = _ops.selective_scan_backward(dout, dfinal_state, *tensors, states)
-    dD, dinitial = (None if given is None else y for given, y in ((D, dD), (initial_state, dinitial)))
-    return dx.to(x.dtype), ddt, dA, dB.to(B.dtype), dC.to(C.dtype), dD, None, dinitial, None
-
-
-def _setup_conv(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.silu = inputs  # type: ignore[attr-defined]
-    ctx.save_for_backward(*tensors)
-    ctx.set_materialize_grads(False)
-
-
-def _conv_backward(ctx: Any, dy: Tensor | None, dfinal_state: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, _, bias, _, initial_state = tensors = ctx.saved_tensors
-    derivatives.check_once("the backward of causal_conv1d", dy, dfinal_state)
-    dy = x.new_zeros(x.shape) if dy is None else _unit_last_stride(dy)
-    dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
-    dx, dweight, dbias, dinitial = _ops.causal_conv1d_backward(dy, dfinal_state, *tensors, ctx.silu)
-    return dx, dweight, None if bias is None else dbias, None, None if initial_state is None else dinitial, None
-
-
-def _refuse_scan(ctx: FunctionCtx, *gradients: Tensor) -> None:
-    raise derivatives.differentiated_again("gated_delta_rule or ssd")
-
-
-def _refuse_selective(ctx: FunctionCtx, *gradients: Tensor) -> None:
-    raise derivatives.differentiated_again("selective_scan")
-
-
-def _refuse_conv(ctx: FunctionCtx, *gradients: Tensor) -> None:
-    raise derivatives.differentiated_again("causal_conv1d")
-
-
-torch.library.register_autograd("ringtile::scan", _scan_backward, setup_context=_setup_scan)
-torch.library.register_autograd("ringtile::scan_backward", _refuse_scan)
-torch.library.register_autograd("ringtile::selective_scan", _selective_backward, setup_context=_setup_selective)
-torch.library.register_autograd("ringtile::selective_scan_backward", _refuse_selective)
-torch.library.register_autograd("ringtile::causal_conv1d", _conv_backward, setup_context=_setup_conv)
-torch.library.register_autograd("ringtile::causal_conv1d_backward", _refuse_conv)
+_register_autograd(
+    *("scan", "gated_delta_rule or ssd", 9, 1, 2),
+    # of q, k, v, g, the factor (beta or dt, whichever is given), and of D for each token
+    lambda dq, dk, dv, dg, dfactor, dD, dinitial: (dq, dk, dv, dg, dfactor, dfactor, dD.sum((0, 1)), dinitial),
+)
+_register_autograd("selective_scan", "selective_scan", 8)
+_register_autograd("causal_conv1d", "causal_conv1d", 5, 1)
