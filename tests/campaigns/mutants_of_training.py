@@ -277,9 +277,9 @@ MUTANTS = [
     ),
     Mutant(
         "log-probs: gradient of the entropy without its mean",
-        "python/ringtile/tiled/log_probs.py",
-        "gradient = y.add_(mean).mul_(-of_entropy).add_(of_loss).mul_(p)",
-        "gradient = y.mul_(-of_entropy).add_(of_loss).mul_(p)",
+        "python/ringtile/tiled/vocab_parallel.py",
+        "gradient.sub_(y.add_(mean).mul_(p)",
+        "gradient.sub_(y.mul_(p)",
         "tests/tiled/test_log_probs.py",
     ),
     Mutant(
@@ -293,8 +293,8 @@ MUTANTS = [
     Mutant(
         "tiles: softmax over one rank's classes",
         "python/ringtile/tiled/vocab_parallel.py",
-        "lse, (label_logit, total) = gathered[:, 0].logsumexp(0), gathered[:, 1:].sum(0)",
-        "lse, (label_logit, total) = gathered[0, 0], gathered[:, 1:].sum(0)",
+        "total, below = (weights * totals).sum(0), (weights * (belows + gap * totals)).sum(0)",
+        "total, below = totals[0], (weights * (belows + gap * totals)).sum(0)",
         "tests/tiled/test_vocab_parallel.py",
     ),
     Mutant(

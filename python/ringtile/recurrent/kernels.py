@@ -245,7 +245,8 @@ def _register_autograd(
 
     It takes so many tensors, of which the last two are seq_idx and the initial state, then options, of which its
     backward takes the first num_options; it returns out, which is like the tensor out_like, the final state, and what
-    else its backward takes. in_order(*what the backward returns): a gradient for each tensor but seq_idx. name: in errors.
+    else its backward takes. in_order(*what the backward returns): a gradient for each tensor but seq_idx.
+    name: in errors.
     """
     backward_of = getattr(_ops, f"{op}_backward")
 

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from ringtile.checksum import checksum
 from ringtile.errors import InputError, shown
 from ringtile.tiled.host import HostTensor, RowReader, RowWriter, empty_like, multiply_
 from ringtile.tiled.tiles import check_tile_tokens, compute_dtype, device_type, linear, tiles
-from ringtile.tiled.vocab_parallel import LossOptions, VocabParallel, group_of, local_vocab_shard
+from ringtile.tiled.vocab_parallel import LossOptions, Softmax, VocabParallel, group_of, local_vocab_shard
 from ringtile.tiled.weight_grad import (
     add_linear_grads_,
     new_grad_sums,
@@ -100,7 +100,7 @@ def tiled_linear_cross_entropy(
     call = LossCall(
         hidden, weight, labels, bias, reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss
     )
-    result: Tensor = tiled_outputs(Job, call._replace(num_items=num_items, tile_tokens=tile_tokens, group=group))
+    result: Tensor = tiled_outputs(call._replace(num_items=num_items, tile_tokens=tile_tokens, group=group))
     return result
 
 
@@ -122,14 +122,15 @@ class LossCall(NamedTuple):
     group: Group | None = None
     chunk_tokens: int | None = None  # no tile has tokens of two chunks of so many tokens
     total: Callable[[Tensor], Tensor] | None = None  # of the losses (T): their sum over all ranks; None: this rank's
+    entropy: bool = False  # whether to compute that of each token too, with reduction "none"
 
 
 # A graph break under torch.compile: the loop over tiles writes its buffers in place.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def tiled_outputs(kind: type[Job], call: LossCall) -> Tensor:
-    """What a kind of job computes of each token, (..., *kind.outputs), or its reduction: the loss is that of `Job`."""
+def tiled_outputs(call: LossCall) -> Tensor:
+    """The loss of each token (...), or its reduction; with the entropy, (..., 2)."""
     hidden, weight, labels, bias, reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss = call[:10]
-    num_items, tile_tokens, group, chunk_tokens, total_of = call[10:]
+    num_items, tile_tokens, group, chunk_tokens, total_of, entropy = call[10:]
     group = group_of(weight, group)
     with transport_of(group).propagate_errors(_NAME):
         for name, x in (("hidden", hidden), ("weight", weight), ("labels", labels), ("bias", bias)):
@@ -182,7 +183,7 @@ def tiled_outputs(kind: type[Job], call: LossCall) -> Tensor:
                 "the size of a number": dtype.itemsize,
                 "tile_tokens": tile_tokens or 0,
                 "reduction": reduction,
-                "whether the entropy is asked for": kind.outputs != (),
+                "whether the entropy is asked for": entropy,
                 "the divisor": denominator,
                 "logit_scale": logit_scale,
                 **options._asdict(),
@@ -198,13 +199,13 @@ def tiled_outputs(kind: type[Job], call: LossCall) -> Tensor:
             max_local_classes = weight.size(0) if vocab_parallel is None else vocab_parallel.max_local_classes
             tile_tokens = loss_tile_tokens(max_local_classes, dtype, hidden.device)
         kept = rows, labels_flat, dtype, tile_tokens, chunk_tokens
-        job = kind(*kept, logit_scale, options, vocab_parallel, total_of or _sum)
+        job = Job(*kept, logit_scale, options, vocab_parallel, total_of or _sum, entropy)
         if group is not None and isinstance(hidden, HostTensor):
             hidden = hidden.clone()  # on the device, where its gradient is summed over the ranks
         hidden_rows = hidden.flatten(0, -2)
         if reduction == "none":
             per_token: Tensor = _PerToken.apply(job, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
-            return per_token.view(*labels.shape, *kind.outputs)
+            return per_token.view(*labels.shape, *job.outputs)
         total: Tensor = _Reduced.apply(job, denominator, want_grad, hidden_rows, weight, bias)  # type: ignore[no-untyped-call]
         return total
 
@@ -267,12 +268,7 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Job:
-    """One call of the loss, checked: everything but the tensors that autograd saves.
-
-    outputs: the shape of what is computed of each token; () for its loss.
-    """
-
-    outputs: ClassVar[tuple[int, ...]] = ()
+    """One call of the loss, checked: everything but the tensors that autograd saves."""
 
     rows: Tensor  # int64: the tokens that are not ignored
     labels: Tensor  # int64: their labels
@@ -283,6 +279,12 @@ class Job:
     options: LossOptions
     vocab_parallel: VocabParallel | None  # None: this rank holds all classes
     total: Callable[[Tensor], Tensor]  # of the losses (T): float64 ()
+    entropy: bool
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The shape of what is computed of each token."""
+        return (2,) if self.entropy else ()
 
     def _tiles(self) -> Iterator[slice]:
         """Of the rows, one by one: the planner leaves out those that are like others."""
@@ -396,19 +398,24 @@ class Job:
     def outputs_of_tile_(self, logits: Tensor, labels: Tensor, factors: Tensor | None, want_grad: bool) -> Tensor:
         """The outputs of a tile (t, *outputs). If want_grad, its logits (t, v) are replaced by the gradient of
         sum(factors * outputs); factors (t, *outputs), None for ones."""
-        if self.vocab_parallel is not None:
-            loss = self.vocab_parallel.cross_entropy_fwd_bwd_(logits, labels, self.options, want_grad)
-        else:
+        softmax: Softmax | None = None
+        if self.entropy or self.vocab_parallel is not None:
+            softmax = Softmax.of(logits, labels, self.options, self.vocab_parallel, self.entropy)
+        if softmax is not None and (want_grad or self.vocab_parallel is not None):
+            loss = softmax.loss
+            if want_grad:
+                softmax.gradient_(loss.new_ones(loss.shape) if factors is None else factors)
+        else:  # the same bits with entropies and without
             loss, lse = (logits.new_empty(labels.numel()) for _ in range(2))
             # -1: no token is ignored
             ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, -1, *self.options, want_grad)
-        if want_grad and factors is not None:
-            logits.mul_(factors[:, None])
-        return loss
+            if want_grad and factors is not None:
+                logits.mul_(factors[:, None])
+        return loss if softmax is None or not self.entropy else torch.stack([loss, softmax.entropy], dim=1)
 
 
 class _PerToken(torch.autograd.Function):
-    """reduction "none", and any kind of job: the backward recomputes the logits, once each token's factor is known."""
+    """reduction "none": the backward recomputes the logits, once each token's factor is known."""
 
     @staticmethod
     def forward(ctx: Any, job: Job, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

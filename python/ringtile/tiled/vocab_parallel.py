@@ -1,7 +1,7 @@
-"""Vocabulary-parallel cross entropy: each rank of a group holds a shard of the classes.
+"""The softmax of each token of a tile, in torch operations: with entropies, or with classes sharded over ranks.
 
-All ranks hold the same tokens, each with the logits of its own classes. For each tile the ranks exchange three numbers
-per token, from which each computes the log-sum-exp over all classes; logits never travel. This is the
+Vocabulary parallel, each rank of a group holds a shard of the classes, and all hold the same tokens. The ranks exchange
+five numbers per token, from which each computes the softmax over all classes; logits never travel. This is the
 vocabulary-parallel cross entropy of Megatron-LM (arXiv:1909.08053, section 3), with ranks merged in float64.
 
 Shape letters: t tokens of a tile, V classes of all ranks, v classes of this rank, W ranks.
@@ -19,19 +19,14 @@ import torch
 from torch import Tensor
 
 from ringtile.errors import InputError, RingMismatchError
+from ringtile.tiled.tiles import tiles
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group
 from ringtile.transport.transport import Transport, all_gather
 
-CHUNK_COLUMNS = 4096  # logits are processed in chunks of this many classes, to keep temporaries small
-
-
-class LossOptions(NamedTuple):
-    """Options of the loss that apply after the logits are scaled."""
-
-    label_smoothing: float
-    softcap: float
-    z_loss: float
+_COLUMNS = 4096  # logits are processed in chunks of this many classes, to keep temporaries small
+# exp of less is 0 in float64 too; a logit of -inf, times its probability 0, would be nan.
+_LEAST = -1e4
 
 
 @dataclass(frozen=True)
@@ -83,61 +78,10 @@ class VocabParallel:
         (rows,) = torch.nonzero((own >= 0) & (own < num_local_classes), as_tuple=True)
         return rows, own[rows]
 
-    def merge_softmax(self, largest: Tensor, total: Tensor, below: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Over all classes: the largest logit x' of each token (t, 1), and in float64 the sum of exp(x' - largest) and
-        that of exp(x' - largest) (largest - x'); from those over this rank's classes."""
-        mine = torch.stack([largest.double(), total, below])
-        of_ranks, totals, belows = all_gather(mine, self.transport, "the numbers of the tokens").unbind(1)
-        of_all = of_ranks.amax(0)
-        gap = (of_all - of_ranks).clamp_(max=1e4)  # exp(-1e4) is 0; of a rank without classes the gap is inf
-        weights = torch.exp(-gap)
-        return of_all.to(largest.dtype), (weights * totals).sum(0), (weights * (belows + gap * totals)).sum(0)
-
-    def cross_entropy_fwd_bwd_(self, logits: Tensor, labels: Tensor, options: LossOptions, want_grad: bool) -> Tensor:
-        """The loss of each token (t). If want_grad, the logits (t, v) are replaced by their gradient.
-
-        labels int64 (t) in 0..V-1. Same formula as `ops.cross_entropy_fwd_bwd_`.
-        """
-        smoothing, softcap, z_loss = options
-        chunks = [logits[:, first : first + CHUNK_COLUMNS] for first in range(0, logits.size(1), CHUNK_COLUMNS)]
-        if softcap:
-            for x in chunks:
-                x.div_(softcap).tanh_().mul_(softcap)
-        # 1. Exchange, per token: log-sum-exp, the label's logit (0 unless the label is ours), the sum of the logits.
-        rows, columns = self.own(labels, logits.size(1))
-        label_logits = logits[rows, columns].double()
-        mine = logits.new_zeros((3, labels.numel()), dtype=torch.float64)
-        mine[0] = _log_sum_exp(chunks, mine[0])
-        mine[1, rows] = label_logits
-        if smoothing:
-            mine[2] = logits.sum(-1, dtype=torch.float64)
-        gathered = all_gather(mine, self.transport, "the numbers of the tokens")
-        lse, (label_logit, total) = gathered[:, 0].logsumexp(0), gathered[:, 1:].sum(0)
-        loss: Tensor = (1 - smoothing) * (lse - label_logit) + z_loss * lse**2
-        if smoothing:
-            loss += smoothing * (lse - total / self.num_classes)
-        if not want_grad:
-            return loss.to(logits.dtype)
-        # 2. d loss / d x' = p (1 + 2 z_loss lse) - (1 - smoothing) [label] - smoothing / V with p = exp(x' - lse), then
-        # d x' / d x = 1 - (x' / softcap)^2. shift is lse rounded; the factor exp(shift - lse) undoes the rounding.
-        shift = lse.to(logits.dtype)
-        scale = (torch.exp(shift.double() - lse) * (1 + 2 * z_loss * lse)).to(logits.dtype)[:, None]
-        for x in chunks:
-            slope = 1 - (x / softcap) ** 2 if softcap else 1.0
-            x.sub_(shift[:, None]).exp_().mul_(scale).sub_(smoothing / self.num_classes).mul_(slope)
-        label_slope = 1 - (label_logits / softcap) ** 2 if softcap else torch.ones_like(label_logits)
-        logits[rows, columns] -= ((1 - smoothing) * label_slope).to(logits.dtype)
-        return loss.to(logits.dtype)
-
-
-def _log_sum_exp(chunks: list[Tensor], like: Tensor) -> Tensor:
-    """Over the columns of all chunks, in float64, shaped like `like`; -inf if there are no columns."""
-    parts: list[Tensor] = [torch.full_like(like, -torch.inf)]
-    for x in chunks:
-        largest = x.amax(-1)
-        shift = torch.where(largest == -torch.inf, 0.0, largest)
-        parts.append(shift.double() + (x - shift[:, None]).exp_().sum(-1, dtype=torch.float64).log())
-    return torch.stack(parts).logsumexp(0)
+    def gather(self, largest: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers of the tokens (t) and (k, t), float64, of all ranks: (W, t) and (k, W, t)."""
+        gathered = all_gather(torch.cat([largest[None], others]), self.transport, "the numbers of the tokens")
+        return gathered[:, 0], gathered[:, 1:].transpose(0, 1)
 
 
 @contextlib.contextmanager
@@ -150,6 +94,122 @@ def _call(transport: Transport, op: str, facts: Mapping[str, HeaderValue], devic
             f"vocabulary-parallel loss: {error}, labels and options, and on each its own shard of the classes. If "
             f"FSDP2 has sharded the weight over data-parallel ranks, gather it first: module.unshard()"
         ) from None
+
+
+class LossOptions(NamedTuple):
+    """Options of the loss that apply after the logits are scaled."""
+
+    label_smoothing: float
+    softcap: float
+    z_loss: float
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The softmax of each token, of x', its logits capped. Sums over all classes are float64 (t)."""
+
+    logits: Tensor  # (t, v), of this rank
+    options: LossOptions
+    num_classes: int  # V
+    labels: tuple[Tensor, Tensor]  # tokens whose labels are this rank's, and their columns
+    largest: Tensor  # (t, 1) x', of the logits' dtype
+    total: Tensor  # sum of exp(x' - largest)
+    mean: Tensor  # sum of p (largest - x'), p = exp(x' - largest) / total; 0 unless the entropy is asked for
+    label_logit: Tensor  # x' of the label
+    sum: Tensor  # of x'; 0 unless labels are smoothed
+
+    @classmethod
+    def of(
+        cls, logits: Tensor, labels: Tensor, options: LossOptions, classes: VocabParallel | None, entropy: bool
+    ) -> Softmax:
+        """labels int64 (t) in 0..V-1. classes: of this rank; None: all."""
+        num_tokens, num_classes = logits.shape
+        largest = logits.new_full((num_tokens, 1), -torch.inf)
+        for columns in tiles(num_classes, _COLUMNS) if num_classes else ():
+            largest = torch.maximum(largest, logits[:, columns].amax(1, keepdim=True))
+        largest = _capped(largest, options.softcap)
+        total, below, label_logit, sum_ = mine = logits.new_zeros((4, num_tokens), dtype=torch.float64)
+        for x in _chunks(logits):
+            capped = _capped(x, options.softcap)
+            if options.label_smoothing:
+                sum_ += capped.sum(1, dtype=torch.float64)
+            y = capped.sub_(largest).clamp_(min=_LEAST)
+            weights = y.exp()
+            total += weights.sum(1, dtype=torch.float64)
+            if entropy:
+                below -= y.mul_(weights).sum(1, dtype=torch.float64)
+        if classes is None:
+            own = torch.arange(num_tokens, device=labels.device), labels
+        else:
+            own = classes.own(labels, num_classes)
+        label_logit[own[0]] = _capped(logits[own], options.softcap).double()
+        if classes is not None:
+            num_classes = classes.num_classes
+            of_ranks, (totals, belows, *sums) = classes.gather(largest.squeeze(1).double(), mine)
+            of_all = of_ranks.amax(0)
+            gap = (of_all - of_ranks).clamp_(max=-_LEAST)  # of a rank without classes it is inf
+            weights = torch.exp(-gap)
+            largest = of_all.to(largest.dtype)[:, None]
+            total, below = (weights * totals).sum(0), (weights * (belows + gap * totals)).sum(0)
+            label_logit, sum_ = (x.sum(0) for x in sums)
+        return cls(logits, options, num_classes, own, largest, total, below / total, label_logit, sum_)
+
+    @property
+    def _lse(self) -> Tensor:
+        return self.largest.squeeze(1).double() + self.total.log()
+
+    @property
+    def loss(self) -> Tensor:
+        """Same formula as `ops.cross_entropy_fwd_bwd_`."""
+        (smoothing, _, z_loss), lse = self.options, self._lse
+        loss = (1 - smoothing) * (lse - self.label_logit) + z_loss * lse**2
+        if smoothing:
+            loss += smoothing * (lse - self.sum / self.num_classes)
+        return loss.to(self.logits.dtype)
+
+    @property
+    def entropy(self) -> Tensor:
+        """Minus sum of p log p. Neither term is negative, so nothing cancels."""
+        return (self.total.log() + self.mean).to(self.logits.dtype)
+
+    def gradient_(self, factors: Tensor) -> None:
+        """Replaces the logits by the gradient of factors (t) * loss, or of factors (t, 2) * (loss, entropy).
+
+        d loss / d x' = p (1 + 2 z_loss lse) - (1 - smoothing) [label] - smoothing / V.
+        d entropy / d x' = -p (log p + entropy) = -p (y + mean) with y = x' - largest, since log p = y - log total and
+        entropy = log total + mean. Then d x' / d x = 1 - (x' / softcap)^2.
+        """
+        (smoothing, softcap, z_loss), dtype = self.options, self.logits.dtype
+        of_loss, *of_entropy = [factors] if factors.dim() == 1 else factors.unbind(1)
+        of_labels = (1 - smoothing) * of_loss[self.labels[0]]
+        if softcap:
+            of_labels = of_labels * (1 - (self.logits[self.labels] / softcap).tanh_().square_())
+        of_p = ((1 + 2 * z_loss * self._lse) * of_loss).to(dtype)[:, None]
+        of_each = (smoothing / self.num_classes * of_loss)[:, None]
+        inverse, mean = (x.to(dtype)[:, None] for x in (1 / self.total, self.mean))
+        for x in _chunks(self.logits):
+            y = _capped(x, softcap).sub_(self.largest).clamp_(min=_LEAST)
+            p = y.exp().mul_(inverse)
+            gradient = p.mul(of_p)
+            for factor in of_entropy:
+                gradient.sub_(y.add_(mean).mul_(p).mul_(factor[:, None]))
+            if smoothing:
+                gradient.sub_(of_each)
+            if softcap:
+                gradient.mul_(1 - (x / softcap).tanh_().square_())
+            x.copy_(gradient)
+        self.logits[self.labels] -= of_labels.to(dtype)
+
+
+def _chunks(logits: Tensor) -> Iterator[Tensor]:
+    """Views of a few thousand classes each."""
+    for columns in tiles(logits.size(1), _COLUMNS):
+        yield logits[:, columns]
+
+
+def _capped(x: Tensor, softcap: float) -> Tensor:
+    """x', of new memory."""
+    return (x / softcap).tanh_().mul_(softcap) if softcap else x.clone()
 
 
 def group_of(weight: Any, group: Group | None) -> Group | None:

@@ -28,7 +28,7 @@ from ringtile.hf.feature import Feature
 from ringtile.hf.liger import has_fused_loss
 from ringtile.hf.patches import Patches
 from ringtile.ops import state_dtype
-from ringtile.tiled.loss import Job, LossCall, loss_tile_tokens, tiled_outputs
+from ringtile.tiled.loss import LossCall, loss_tile_tokens, tiled_outputs
 from ringtile.tiled.tiles import compute_dtype, tile_limit, tiles
 
 _OPERATORS = (
@@ -266,7 +266,7 @@ def tiled_causal_lm_loss(
     labels, head = shift_labels.reshape(logits.shape[:-1]).to(logits.device), logits.head
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        result: Tensor = tiled_outputs(Job, LossCall(hidden, weight, labels, bias, "mean", ignore_index, **options))
+        result: Tensor = tiled_outputs(LossCall(hidden, weight, labels, bias, "mean", ignore_index, **options))
         return result
 
     if isinstance(head, FSDPModule):
