@@ -283,7 +283,7 @@ MUTANTS = [
         "python/ringtile/sequence/sharded.py",
         "(self.begin, self.end), self.layout_tensor = mask.bounds, layout.tensor",
         "self.begin, self.end, self.layout_tensor = mask.begin, mask.end, layout.tensor",
-        "tests/attn/test_tree_attention.py -k notice",
+        "tests/sequence/test_sharded.py -k two_sides",
     ),
     Mutant(
         "two sides: a window of rows on a tree",

@@ -244,7 +244,7 @@ MUTANTS = [
         "python/ringtile/hf/features/towers.py",
         "self._proved[self._tower.training] = _Proved(None, None)",
         "pass",
-        "tests/hf/test_towers.py -k later_ones",
+        "tests/hf/test_towers_whole.py -k later_ones",
     ),
     Mutant(
         "recurrences: a block's mask is not narrowed to its causal part",
