@@ -224,7 +224,7 @@ LARGE = {"deep": comb(64), "wide": random_tree(4, 420, 4, deepens=0.2)}
 @pytest.mark.parametrize(
     ("name", "tree"),
     [
-        *((name, "deep") for name in CASES),
+        *(pytest.param(name, "deep", marks=[pytest.mark.long] * (name not in ("delta", "conv"))) for name in CASES),
         *(pytest.param(name, "wide", marks=[pytest.mark.long] * (name != "delta")) for name in CASES),
     ],
 )

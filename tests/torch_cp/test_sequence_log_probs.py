@@ -175,7 +175,7 @@ def same_bits(ranks: list[list[Tensor]]) -> bool:
     return all(torch.equal(x, y) for rank in ranks[1:] for x, y in zip(ranks[0], rank, strict=True))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 4))])
 def test_rows_and_gradients_equal_one_process(world_size: int) -> None:
     assert same_bits(run_ranks(world_size, cases_are_exact, ["gpt2"], list(ROWS), "zigzag", "ring"))
 
