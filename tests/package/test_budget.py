@@ -42,7 +42,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/planner": (4, 1125),
     "tests/recurrent": (8, 2240),
     "tests/sequence": (8, 1749),
-    "tests/stream": (5, 1240),
+    "tests/stream": (5, 1238),
     "tests/tiled": (9, 2340),
     "tests/tools": (2, 298),
     "tests/torch_cp": (14, 3405),

@@ -384,8 +384,10 @@ def live_bytes(config: PretrainedConfig, num_tokens: int, keys: Config) -> int:
     return max(LoopbackWorld(keys.context_parallel_size).run(rank))
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "on_host"),
+    [(1, False), (2, True), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, True), (2, False)))],
+)
 def test_the_planner_knows_the_peak(ranks: int, on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a step but for weights and optimizer: within 5 %. With ends on the host a further token takes k, v, dk, dv of
     one layer (G D 16), and in a ring as many in transit, in float32; cos and sin; lse; ids, labels, masks."""
