@@ -278,8 +278,8 @@ MUTANTS = [
     Mutant(
         "log-probs: gradient of the entropy without its mean",
         "python/ringtile/tiled/vocab_parallel.py",
-        "gradient.sub_(y.add_(mean).mul_(p)",
-        "gradient.sub_(y.mul_(p)",
+        "gradient = y.add_(mean).mul_(",
+        "gradient = y.mul_(",
         "tests/tiled/test_log_probs.py",
     ),
     Mutant(

@@ -398,20 +398,21 @@ class Job:
     def outputs_of_tile_(self, logits: Tensor, labels: Tensor, factors: Tensor | None, want_grad: bool) -> Tensor:
         """The outputs of a tile (t, *outputs). If want_grad, its logits (t, v) are replaced by the gradient of
         sum(factors * outputs); factors (t, *outputs), None for ones."""
-        softmax: Softmax | None = None
-        if self.entropy or self.vocab_parallel is not None:
-            softmax = Softmax.of(logits, labels, self.options, self.vocab_parallel, self.entropy)
-        if softmax is not None and (want_grad or self.vocab_parallel is not None):
-            loss = softmax.loss
-            if want_grad:
-                softmax.gradient_(loss.new_ones(loss.shape) if factors is None else factors)
-        else:  # the same bits with entropies and without
+        by_kernel = self.vocab_parallel is None and not (self.entropy and want_grad)
+        if by_kernel:  # the same bits with entropies and without
             loss, lse = (logits.new_empty(labels.numel()) for _ in range(2))
             # -1: no token is ignored
             ops.cross_entropy_fwd_bwd_(logits, labels, loss, lse, -1, *self.options, want_grad)
             if want_grad and factors is not None:
                 logits.mul_(factors[:, None])
-        return loss if softmax is None or not self.entropy else torch.stack([loss, softmax.entropy], dim=1)
+            if not self.entropy:
+                return loss
+        softmax = Softmax.of(logits, labels, self.options, self.vocab_parallel, self.entropy)
+        if not by_kernel:
+            loss = softmax.loss
+        if want_grad:
+            softmax.gradient_(loss.new_ones(loss.shape) if factors is None else factors)
+        return torch.stack([loss, softmax.entropy], dim=1) if self.entropy else loss
 
 
 class _PerToken(torch.autograd.Function):

@@ -108,7 +108,7 @@ class LossOptions(NamedTuple):
 class Softmax:
     """The softmax of each token, of x', its logits capped. Sums over all classes are float64 (t)."""
 
-    logits: Tensor  # (t, v), of this rank
+    logits: Tensor  # (t, v) x', of this rank
     options: LossOptions
     num_classes: int  # V
     labels: tuple[Tensor, Tensor]  # tokens whose labels are this rank's, and their columns
@@ -122,19 +122,20 @@ class Softmax:
     def of(
         cls, logits: Tensor, labels: Tensor, options: LossOptions, classes: VocabParallel | None, entropy: bool
     ) -> Softmax:
-        """labels int64 (t) in 0..V-1. classes: of this rank; None: all."""
+        """Cap the logits in place, and sum. labels int64 (t) in 0..V-1. classes: of this rank; None: all."""
         num_tokens, num_classes = logits.shape
         largest = logits.new_full((num_tokens, 1), -torch.inf)
-        for columns in tiles(num_classes, _COLUMNS) if num_classes else ():
-            largest = torch.maximum(largest, logits[:, columns].amax(1, keepdim=True))
-        largest = _capped(largest, options.softcap)
+        for x in _chunks(logits):
+            if options.softcap:
+                x.div_(options.softcap).tanh_().mul_(options.softcap)
+            if num_classes:
+                largest = torch.maximum(largest, x.amax(1, keepdim=True))
         total, below, label_logit, sum_ = mine = logits.new_zeros((4, num_tokens), dtype=torch.float64)
         for x in _chunks(logits):
-            capped = _capped(x, options.softcap)
             if options.label_smoothing:
-                sum_ += capped.sum(1, dtype=torch.float64)
-            y = capped.sub_(largest).clamp_(min=_LEAST)
-            weights = y.exp()
+                sum_ += x.sum(1, dtype=torch.float64)
+            y = (x - largest).clamp_(min=_LEAST)
+            weights = y.exp() if entropy else y.exp_()
             total += weights.sum(1, dtype=torch.float64)
             if entropy:
                 below -= y.mul_(weights).sum(1, dtype=torch.float64)
@@ -142,7 +143,7 @@ class Softmax:
             own = torch.arange(num_tokens, device=labels.device), labels
         else:
             own = classes.own(labels, num_classes)
-        label_logit[own[0]] = _capped(logits[own], options.softcap).double()
+        label_logit[own[0]] = logits[own].double()
         if classes is not None:
             num_classes = classes.num_classes
             of_ranks, (totals, belows, *sums) = classes.gather(largest.squeeze(1).double(), mine)
@@ -180,24 +181,26 @@ class Softmax:
         entropy = log total + mean. Then d x' / d x = 1 - (x' / softcap)^2.
         """
         (smoothing, softcap, z_loss), dtype = self.options, self.logits.dtype
-        of_loss, *of_entropy = [factors] if factors.dim() == 1 else factors.unbind(1)
+        of_loss, of_entropy = (factors, None) if factors.dim() == 1 else factors.unbind(1)
         of_labels = (1 - smoothing) * of_loss[self.labels[0]]
         if softcap:
-            of_labels = of_labels * (1 - (self.logits[self.labels] / softcap).tanh_().square_())
-        of_p = ((1 + 2 * z_loss * self._lse) * of_loss).to(dtype)[:, None]
+            of_labels = of_labels * (1 - (self.logits[self.labels] / softcap).square_())
+        of_p = (1 + 2 * z_loss * self._lse) * of_loss
         of_each = (smoothing / self.num_classes * of_loss)[:, None]
-        inverse, mean = (x.to(dtype)[:, None] for x in (1 / self.total, self.mean))
+        inverse, of_p, of_exp, mean = (
+            number.to(dtype)[:, None] for number in (1 / self.total, of_p, of_p / self.total, self.mean)
+        )
         for x in _chunks(self.logits):
-            y = _capped(x, softcap).sub_(self.largest).clamp_(min=_LEAST)
-            p = y.exp().mul_(inverse)
-            gradient = p.mul(of_p)
-            for factor in of_entropy:
-                gradient.sub_(y.add_(mean).mul_(p).mul_(factor[:, None]))
+            slope = 1 - (x / softcap).square_() if softcap else None
+            y = (x - self.largest).clamp_(min=_LEAST)
+            if of_entropy is None:
+                gradient = y.exp_().mul_(of_exp)
+            else:
+                p = y.exp().mul_(inverse)
+                gradient = y.add_(mean).mul_(-of_entropy[:, None]).add_(of_p).mul_(p)
             if smoothing:
                 gradient.sub_(of_each)
-            if softcap:
-                gradient.mul_(1 - (x / softcap).tanh_().square_())
-            x.copy_(gradient)
+            x.copy_(gradient if slope is None else gradient.mul_(slope))
         self.logits[self.labels] -= of_labels.to(dtype)
 
 
@@ -205,11 +208,6 @@ def _chunks(logits: Tensor) -> Iterator[Tensor]:
     """Views of a few thousand classes each."""
     for columns in tiles(logits.size(1), _COLUMNS):
         yield logits[:, columns]
-
-
-def _capped(x: Tensor, softcap: float) -> Tensor:
-    """x', of new memory."""
-    return (x / softcap).tanh_().mul_(softcap) if softcap else x.clone()
 
 
 def group_of(weight: Any, group: Group | None) -> Group | None:
