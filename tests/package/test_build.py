@@ -221,14 +221,14 @@ def test_architectures_of_a_build_are_a_list(tmp_path: pathlib.Path) -> None:
 
 
 def test_an_older_nvcc_leaves_the_newest_architectures_to_ptx(tmp_path: pathlib.Path) -> None:
-    nvcc = copy_with_fake_nvcc(tmp_path)
-    left = []
+    folder, compilers = copy_with_fake_nvcc(tmp_path).parent, []
     for listed in ("sm_80 sm_90a sm_100 sm_120", "sm_80 sm_90a sm_100", "sm_80"):
-        nvcc.write_text(f"#!/bin/sh\necho {listed}\n")
-        expression = f"without_unknown(cuda_archs('all'), {str(nvcc)!r})"
-        done = evaluate_in_setup(expression, tmp_path, RINGTILE_CUDA="0", RINGTILE_CUDA_ARCHS="")
-        left.append(eval(done.stdout.splitlines()[-1])[4:])
-    assert left == [["100", "120"], ["100"], []]
+        compilers.append(str(folder / f"nvcc{len(compilers)}"))
+        shutil.copy(folder / "nvcc", compilers[-1])  # which may be run
+        pathlib.Path(compilers[-1]).write_text(f"#!/bin/sh\necho {listed}\n")
+    expression = f"[without_unknown(cuda_archs('all'), nvcc)[4:] for nvcc in {compilers}]"
+    done = evaluate_in_setup(expression, tmp_path, RINGTILE_CUDA="0", RINGTILE_CUDA_ARCHS="")
+    assert eval(done.stdout.splitlines()[-1]) == [["100", "120"], ["100"], []]
 
 
 # ---- the binaries --------------------------------------------------------------------------------

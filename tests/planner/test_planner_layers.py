@@ -48,12 +48,15 @@ from tools.models.tiny_models import tiny_config, tiny_model
 )
 def test_what_is_not_run_again_changes_nothing(model_type: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = Config(context_parallel_size=2, tiled_loss=True, tiled_mlp=True, tiled_norm=True, tile_tokens=7)
-    config = config_of(model_type, output_router_logits=True) if "moe" in model_type else config_of(model_type)
+    more = {"output_router_logits": True} if "moe" in model_type else {}
+    config = config_of(model_type, num_hidden_layers=2, **more)
     setup = Setup(config, 2, engine, keys, gradient_checkpointing=engine != "ddp", bf16=True)
-    remembered = [planned(seq_len, setup) for seq_len in (64, 96)]
+    with TrainingStep(setup) as step:
+        remembered = [step.run(seq_len) for seq_len in (64, 96)]
     monkeypatch.setattr("ringtile.planner.memo.Memo.run", lambda memo, func, args, kwargs: func(*args, **kwargs))
     monkeypatch.setattr("ringtile.planner.live.Live.tiles", lambda live, *sizes: tiles(*sizes))
-    asked = [planned(seq_len, setup) for seq_len in (64, 96)]
+    with TrainingStep(setup) as step:
+        asked = [step.run(seq_len) for seq_len in (64, 96)]
     for one, other in zip(remembered, asked, strict=True):
         assert (one.phases, one.product_flops) == (other.phases, other.product_flops)
 
