@@ -37,7 +37,7 @@ from attention_calls import (
     same_bits,
     together,
 )
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernels_off import kernels_off
 from oracle import Attention, gradients_with_sinks, kept
@@ -346,6 +346,7 @@ def any_calls(draw: st.DrawFn) -> Call:
     return Call(p, draw(any_masks(batch, seq_len)), draw(layouts(seq_len, world_size)), scheme, options)
 
 
+@settings(max_examples=settings.default.max_examples // 2)
 @given(any_calls())
 @example(Call(problem(seq_len=8), IntervalMask.causal(8), Layout.striped(8, 8), "ring", {}))  # one token a rank
 def test_any_call_equals_the_definition(call: Call) -> None:
@@ -366,7 +367,7 @@ def of_processes(world_size: int, cells: list[Cell]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3, 4])
 def test_processes_have_the_bits_of_virtual_ranks_and_send_as_many_bytes(world_size: int) -> None:
     cells = [cell for cell in CELLS if cell.world_size == world_size and cell.backend == "ringtile"]
     ranks = run_ranks(2 if world_size == 2 else 4, of_processes, world_size, cells)[-world_size:]

@@ -114,8 +114,7 @@ def reference(*of: str) -> dict[str, Tensor]:
 EVERY_RUN = {
     ("llama", "bfloat16", "packed", "contiguous", 2),
     ("llama", "float32", "padded", "zigzag", 4),
-    ("qwen3_next", "bfloat16", "padded", "zigzag", 2),
-    ("qwen3_next", "float32", "packed", "contiguous", 4),
+    ("qwen3_next", "bfloat16", "packed", "zigzag", 2),
 }
 CHOICES = (FAMILIES, ("float32", "bfloat16"), ("padded", "packed"), ("contiguous", "zigzag"), (2, 4, 8))
 CASES = [

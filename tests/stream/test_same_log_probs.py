@@ -103,25 +103,26 @@ def test_ratio_is_exactly_one(family: str, dtype: str, layout: str, world: int) 
 
 
 def streamed_rows_are_exact() -> None:
-    for options in ({"check": True}, {"scheme": "ulysses", "reproducible": True}):
-        for name in ("padding left and right", "packed documents", "padding alone"):
-            model, given = tiny_model().double().train(), ROWS[name]()
-            oracle, params = one_process(model, given), list(model.parameters())
-            loss = loss_of(*oracle)
-            exact: Any = [torch.zeros_like(p) for p in params]
-            if loss.requires_grad:
-                exact = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
-            ringtile.stream_layers(model, 8)
-            ours = ringtile.sequence_log_probs(
-                *(model, given.input_ids, dist.group.WORLD),
-                attention_mask=given.attention_mask,
-                temperature=0.8,
-                return_entropy=True,
-                **options,
-            )
-            assert_equal(list(ours), list(oracle), 1e-5)  # of float32 norms, as in test_sequence_log_probs.py
-            loss_of(*ours).backward()
-            assert_equal(averaged(model), list(exact), 1e-5)
+    reproducible: dict[str, Any] = {"scheme": "ulysses", "reproducible": True}
+    rings: dict[str, Any] = {"padding left and right": {"check": True}}
+    for name, options in (rings | dict.fromkeys(("packed documents", "padding alone"), reproducible)).items():
+        model, given = tiny_model().double().train(), ROWS[name]()
+        oracle, params = one_process(model, given), list(model.parameters())
+        loss = loss_of(*oracle)
+        exact: Any = [torch.zeros_like(p) for p in params]
+        if loss.requires_grad:
+            exact = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+        ringtile.stream_layers(model, 8)
+        ours = ringtile.sequence_log_probs(
+            *(model, given.input_ids, dist.group.WORLD),
+            attention_mask=given.attention_mask,
+            temperature=0.8,
+            return_entropy=True,
+            **options,
+        )
+        assert_equal(list(ours), list(oracle), 1e-5)  # of float32 norms, as in test_sequence_log_probs.py
+        loss_of(*ours).backward()
+        assert_equal(averaged(model), list(exact), 1e-5)
 
 
 def test_rows_and_gradients_of_streamed_layers_equal_one_process() -> None:
@@ -178,9 +179,8 @@ def step(kind: str, world: int, dtype: str) -> dict[str, list[Tensor]]:
 
 
 one_rank = functools.cache(functools.partial(step, world=1))
-SHORT_STEPS = {("GRPO", "bfloat16", 2), ("RLOO", "float32", 2), ("DPO", "bfloat16", 2)}
 STEPS = [
-    pytest.param(*case, marks=[] if case in SHORT_STEPS else [pytest.mark.long])
+    pytest.param(*case, marks=[] if case == ("GRPO", "bfloat16", 2) else [pytest.mark.long])
     for case in itertools.product(("GRPO", "RLOO", "DPO"), ("float32", "bfloat16"), (2, 4))
 ]
 

@@ -29,9 +29,9 @@ def dropping() -> dict[str, Any]:
 CELLS = table(
     Cell("one rank", {"evaluate": True}, ALONE, world=1),
     Cell("one rank, packed, with tiles", {"collator": packed}, ALONE | {"tiled_mlp": True, "tile_tokens": 5}, world=1),
-    Cell("one rank, padding on the left", {"collator": Padded("left"), "family": "qwen3-sliding"}, ALONE, world=1),
-    Cell("one rank, LoRA", {"lora": True}, ALONE, world=1),
-    Cell("one rank, a balancing loss", {"family": "mixtral-balanced"}, ALONE, world=1),
+    Cell("one rank, left padding", {"collator": Padded("left"), "family": "qwen3-sliding"}, ALONE, world=1, long=True),
+    Cell("one rank, LoRA", {"lora": True}, ALONE, world=1, long=True),
+    Cell("one rank, a balancing loss", {"family": "mixtral-balanced"}, ALONE, world=1, long=True),
     Cell("one rank, on the host", {"evaluate": True}, ALONE | HOST, world=1),
     Cell("one rank, on the host, LoRA", {"lora": True, "collator": packed}, ALONE | HOST, world=1),
     Cell("one rank, a hybrid", {"family": "lfm2", "evaluate": True}, ALONE | HOST, world=1),
