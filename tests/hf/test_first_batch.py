@@ -89,15 +89,14 @@ def _refusal_of_mixing(engine, how):
 
 
 # A module that reads other tokens, one with a state, and one that draws: to the proof, the others are like the first.
-SHORT = [("DDP", "mean_over_the_sequence"), ("ZeRO-3", "token_shift")]
-SHORT += [("DDP", "norm_of_a_batch"), ("DDP", "noise_of_its_own")]
+SHORT = [("DDP", how) for how in ("mean_over_the_sequence", "norm_of_a_batch", "noise_of_its_own")]
 
 
 @pytest.mark.parametrize(
     ("engine", "how"),
     [
         *SHORT,
-        pytest.param("FSDP2", "token_shift", marks=pytest.mark.long),
+        *(pytest.param(engine, "token_shift", marks=pytest.mark.long) for engine in ("FSDP2", "ZeRO-3")),
         *(pytest.param("DDP", how, marks=pytest.mark.long) for how in HOW if ("DDP", how) not in SHORT),
     ],
 )

@@ -20,7 +20,7 @@ from hf_rollouts import SETTINGS, Given, completion_of, log_prob_bytes, make_rol
 from hf_training import PROOF, Run, failure_of
 from pool import run_ranks
 from ringtile.hf.trainer import enable_every_trainer
-from test_rollouts import ALL, assert_equal, assert_same
+from test_rollouts import BRIEF, assert_equal, assert_same
 from transformers import GenerationMixin, LlamaConfig, LlamaForSequenceClassification, PreTrainedModel
 from trl.generation import vllm_generation
 
@@ -83,10 +83,10 @@ def sample(
     ],
 )
 def test_each_row_is_generated_once(world: int, options: dict[str, Any], shares: tuple[int, ...]) -> None:
-    runs = run_ranks(world, sample, group=world, max_steps=2, log_completions=True, **options)
+    runs = run_ranks(world, sample, group=world, max_steps=1, log_completions=True, **options)
     if shares:
         assert tuple(rows[0] for rows, _, _ in runs) == shares
-        assert all(len(rows) == 2 and len(set(rows)) == 1 for rows, _, _ in runs)
+        assert all(len(rows) == 1 for rows, _, _ in runs)
     _, completions, metrics = runs[0]
     assert len(set(completions)) > 1
     for _, others, theirs in runs:
@@ -230,12 +230,12 @@ def test_rewards_may_draw() -> None:
 def _resumed(config: dict[str, Any] | None, folder: str, **options: Any) -> Any:
     if dist.is_initialized():
         folder = f"{folder}/{dist.get_world_size()}"
-    settings = {"save_strategy": "steps", "save_steps": 4, "folder": folder, **ALL, "max_steps": 6, **options}
+    settings = {"save_strategy": "steps", "save_steps": 2, "folder": folder, **BRIEF, **options}
     train_rollouts(config, **settings)
     return train_rollouts(
         config,
         **settings,
-        resume=f"{folder}/run/checkpoint-4",
+        resume=f"{folder}/run/checkpoint-2",
     )
 
 

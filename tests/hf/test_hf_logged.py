@@ -231,7 +231,7 @@ def _own_evaluation(config):
     return words, [metrics[name] for name in ("eval_steps_per_second", "bench/decode_steps_per_second")]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_own_evaluation_loop_gets_each_row_once_and_metrics_stay_what_is_put_into_them(world):
     words, speeds = _own_evaluation(None)
     assert run_ranks(world, _own_evaluation, CONFIG) == [(words, speeds)] * world

@@ -114,7 +114,8 @@ def logged(config: dict[str, Any], **arguments: Any) -> tuple[list[dict[str, Any
     return lines, planned.total
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])  # which communicates no more: layers keep attention
+# Checkpointed layers keep attention, and communicate no more.
+@pytest.mark.parametrize("checkpointed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_metrics_are_those_of_the_data_the_plan_and_the_clock(checkpointed: bool) -> None:
     options = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "gradient_checkpointing": checkpointed}
     runs = run_ranks(2, logged, {"context_parallel_size": 2}, **options)

@@ -62,7 +62,10 @@ def _train(auto, family, collator, config, dropout=0.0, **options):
     return train(config, model=model, collator=collator, **SETTINGS, **options)
 
 
-@pytest.mark.parametrize("family", ["bert", "llama", pytest.param("modernbert", marks=pytest.mark.long)])
+LONG = [pytest.param(family, marks=pytest.mark.long) for family in ("llama", "modernbert")]
+
+
+@pytest.mark.parametrize("family", ["bert", *LONG])  # test_hf_exact.py has a Llama that scores the last token
 def test_a_classifier_of_rows_equals_one_process(family):
     """A pooler, the last token's score, a mean over tokens; an evaluation and predictions too."""
     options = (AutoModelForSequenceClassification, family, classes)

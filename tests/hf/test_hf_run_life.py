@@ -42,7 +42,11 @@ def _switched(config):
     return train(config, model=model, trainer_arguments={"callbacks": [_Switch()]}, evaluate=False)
 
 
-@pytest.mark.parametrize("config", [{**CONFIG, "first_batch_check": True}, TILED | {"tiled_loss": False}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [{**CONFIG, "first_batch_check": True}, pytest.param(TILED | {"tiled_loss": False}, marks=pytest.mark.long)],
+    ids=str,
+)
 def test_adapters_may_be_switched_between_steps(config):
     expected = _switched(None)
     for run in run_ranks(2, _switched, config):

@@ -36,7 +36,7 @@ def by_row(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 
 
 # The most likely tokens, whatever is drawn, so that ranks generate what one process does.
-GREEDY = {"given": False, "top_k": 1, "rewards": [by_row], "max_completion_length": 4, "beta": 0.1, "max_steps": 1}
+GREEDY = {"given": False, "top_k": 1, "rewards": [by_row], "max_completion_length": 2, "beta": 0.1, "max_steps": 1}
 LONG = pytest.mark.long
 
 

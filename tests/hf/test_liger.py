@@ -60,7 +60,7 @@ def check(options: dict[str, Any], config: dict[str, Any] | None = None, engine:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.long),
         {"collator": packed, "gradient_accumulation_steps": 2, "gradient_checkpointing": True},
         {"late_targets": True, "average_tokens_across_devices": False, "lora": True},
         {"trainer_class": OwnLoss},
@@ -79,7 +79,7 @@ def test_fused_loss_reads_the_weights_that_engines_split(engine) -> None:
     assert check({"evaluate": False}, engine=engine) > 0
 
 
-@pytest.mark.parametrize("parts", [{"fused_linear_cross_entropy": False}, {"cross_entropy": True}])
+@pytest.mark.parametrize("parts", [pytest.param({}, marks=pytest.mark.long), {"cross_entropy": True}])
 def test_kernels_of_single_tokens_see_a_shard_as_a_sequence(parts) -> None:
     """Norms, RoPE, GLU and the cross entropy of logits, which overwrites them."""
     config = {"fused_linear_cross_entropy": False, **parts}
@@ -100,12 +100,14 @@ def test_forward_with_the_fused_loss_may_be_the_class_s(is_copy) -> None:
 # ---- tiles --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("key", "part"), [("tiled_mlp", "swiglu"), ("tiled_norm", "rms_norm"), ("tiled_loss", "cross_entropy")]
-)
-def test_tiles_run_beside_ligers_other_kernels(key, part) -> None:
-    options = {"liger_kernel_config": {"fused_linear_cross_entropy": False, part: False}}
-    assert check(options, {key: True, "tile_tokens": 5, "first_batch_check": False}) == 0
+PARTS = {"tiled_mlp": "swiglu", "tiled_norm": "rms_norm", "tiled_loss": "cross_entropy"}
+
+
+@pytest.mark.parametrize("keys", [("tiled_mlp", "tiled_loss"), ("tiled_norm",)], ids=str)
+def test_tiles_run_beside_ligers_other_kernels(keys) -> None:
+    off = {"fused_linear_cross_entropy": False} | {PARTS[key]: False for key in keys}
+    tiles = dict.fromkeys(keys, True) | {"tile_tokens": 5, "first_batch_check": False}
+    assert check({"liger_kernel_config": off}, tiles) == 0
 
 
 def test_train_leaves_tiled_modules_as_they_are() -> None:
@@ -141,7 +143,7 @@ def test_tiles_of_what_liger_has_replaced_are_refused(config, words) -> None:
 # ---- TRL ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trainer", ["SFTTrainer", "DPOTrainer"])
+@pytest.mark.parametrize("trainer", ["SFTTrainer", pytest.param("DPOTrainer", marks=pytest.mark.long)])
 def test_trl_keeps_its_own_loss(trainer) -> None:
     pytest.importorskip("trl")
     assert check({"trainer_class": f"trl.{trainer}", "evaluate": False}) == 0
@@ -150,7 +152,13 @@ def test_trl_keeps_its_own_loss(trainer) -> None:
 def train_grpo_with_liger(config: dict[str, Any] | None) -> Run:
     with stand_in():
         size = (config or {}).get("context_parallel_size", 1)
-        options = {"num_iterations": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "beta": 0.1}
+        options = {
+            "num_iterations": 2,
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 2,
+            "max_steps": 2,
+            "beta": 0.1,
+        }
         return train_rollouts(config, group=size, use_liger_kernel=True, **options)
 
 

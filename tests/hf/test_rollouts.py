@@ -26,6 +26,7 @@ ALL = {
     "max_steps": 5,
 }
 TWICE = {name: ALL[name] for name in ("num_iterations", "gradient_accumulation_steps", "steps_per_generation")}
+BRIEF = ALL | {"steps_per_generation": 2, "max_steps": 3}  # the third step is of a second generation
 # At a rate of 0.3 rounding grows: two paddings of RLOO in one process differ by 2e-6 after 4 steps.
 SLOWLY = {"learning_rate": 0.05}
 RLOO = {name: value for name, value in ALL.items() if name != "top_entropy_quantile"} | SLOWLY
@@ -51,7 +52,7 @@ def cell(
 
 CELLS = [
     cell("grpo"),  # "experts" is the same with a router
-    cell("everything", 4, long=False, **ALL),
+    cell("everything", 4, long=False, **BRIEF),
     *(cell(f"{loss} with everything", 2, loss_type=loss, **ALL) for loss in ("grpo", "bnpo", "dr_grpo", "dapo")),
     *(cell(f"{loss} with everything", 3, 3, loss_type=loss, **ALL) for loss in ("cispo", "sapo", "vespo", "luspo")),
     cell("importance of sequences", loss_type="grpo", importance_sampling_level="sequence", **ALL),
@@ -65,7 +66,10 @@ CELLS = [
     cell("adaptive entropy", 4, use_adaptive_entropy=True, entropy_coef=0.01, entropy_target=4.5, **TWICE),
     cell("two-sided clipping", delta=1.0005, off_policy_mask_threshold=1e-7, **TWICE),
     cell("unbiased KL", use_bias_correction_kl=True, **ALL),
-    cell("collectives that a subclass's module imports by name", 4, long=False, own_class="own_rewards", beta=0.1),
+    *(
+        cell("collectives that a subclass's module imports by name", n, long=n > 2, own_class="own_rewards", beta=0.1)
+        for n in (2, 4)
+    ),
     cell("experts", long=False, **QWEN3_MOE),
     cell("experts", 4, **QWEN3_MOE, **ALL),
     cell("checkpointing", gradient_checkpointing=True, **ALL),
@@ -78,7 +82,7 @@ CELLS = [
     cell(
         "RLOO of sequences", 4, kind="RLOO", **RLOO | {"normalize_advantages": True, "reward_clip_range": [-0.5, 0.5]}
     ),
-    cell("RLOO with LoRA", kind="RLOO", lora=True, long=False, **RLOO),
+    cell("RLOO with LoRA", kind="RLOO", lora=True, long=False, **RLOO | {"steps_per_generation": 2, "max_steps": 3}),
     cell("distillation", kind="Distillation", long=False),
     *(cell(f"distillation with beta {beta}", 4, kind="Distillation", beta=beta) for beta in (0.0, 0.5, 1.0)),
     cell("distillation with LoRA", 3, 3, kind="Distillation", lora=True),
