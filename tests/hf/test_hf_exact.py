@@ -41,11 +41,8 @@ from transformers import (
 TILED = {"tiled_mlp": True, "tiled_norm": True, "tiled_loss": True, "tile_tokens": 5}
 ALONE = {"context_parallel_size": 1}
 EVERY_NUMBER = {"evaluate": True, "max_steps": 4}  # evaluation and prediction too
-LAST_BATCHES = {
-    "max_steps": -1,
-    "num_train_epochs": 2,
-    "per_device_train_batch_size": 4,
-}  # the last of an epoch holds 2 rows
+# The last of an epoch holds 2 rows.
+LAST_BATCHES = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 4}
 
 # ---- rows, padding, positions, counts -----------------------------------------------------------
 
@@ -107,27 +104,29 @@ TRAINER = [
     Cell("keywords dropped in checkpoints", {"family": "stablelm", "gradient_checkpointing": True}),
     Cell("documents named for flash attention", {"collator": packed_with_seq_idx}, {"layout": "per_document"}),
     Cell("tiles, packed", {"collator": packed, "evaluate": True}, TILED),
-    Cell("windows over packed rows, striped", {"collator": packed, "family": "qwen3-sliding"}, {"layout": "striped"}),
+    # test_hf_attention.py has logits of windows and of layouts.
+    Cell(
+        "windows over packed rows, striped",
+        {"collator": packed, "family": "qwen3-sliding"},
+        {"layout": "striped"},
+        long=True,
+    ),
     Cell("two groups, every number", EVERY_NUMBER, world=4, processes=2, long=True),  # test_hf_logged.py has it of SFT
     Cell("an optimizer of matrices", made=in_float64, long=True),
     Cell("reentrant checkpoints", REENTRANT),
     Cell(
         "label smoothing, lengths grouped, padding not counted",
-        {
-            **{"train_sampling_strategy": "group_by_length", "include_num_input_tokens_seen": "non_padding"},
-            "label_smoothing_factor": 0.1,
-        },
+        {"train_sampling_strategy": "group_by_length", "include_num_input_tokens_seen": "non_padding"}
+        | {"label_smoothing_factor": 0.1},
     ),
     Cell(
         "an epoch's last batch, clipping, cosine", {**LAST_BATCHES, "max_grad_norm": 0.5, "lr_scheduler_type": "cosine"}
     ),
-    Cell("a stream of datasets", made=stream),
+    Cell("a stream of datasets", made=stream, long=True),  # the next row has it too
     Cell("a stream that rank 0 would deal out", {"accelerator_config": {"dispatch_batches": True}}, made=stream),
     Cell(
         "a collator that draws, evaluated first",
-        {
-            **{"collator": drawing_collator, "evaluate_first": True, "eval_on_start": True},
-        },
+        {"collator": drawing_collator, "evaluate_first": True, "eval_on_start": True},
     ),
     Cell("tiles in one process", EVERY_NUMBER, TILED | ALONE, world=1),
     Cell("own token average, balanced", {"average_tokens_across_devices": False}, {"layout": "balanced"}, long=True),
@@ -210,14 +209,7 @@ ROUNDED_11 = {"losses": 2**-11, "norms": 2**-9, "weights": math.inf}
 SCALING = {"trainer_class": ScalingTrainer, "max_steps": 3}
 PRECISION = [
     Cell("bfloat16 is close to float32", ranks={"bf16": True}, **ROUNDED_8),
-    Cell(
-        "bfloat16 of one process is as close",
-        ranks={"bf16": True},
-        world=1,
-        config=ALONE,
-        **ROUNDED_8,
-        long=True,
-    ),
+    Cell("bfloat16 of one process is as close", ranks={"bf16": True}, world=1, config=ALONE, **ROUNDED_8, long=True),
     # logits of size 1, rounded to bfloat16 after sums in another order: one ulp, 2^-8, of each token's loss
     Cell("bfloat16 through tiles", {"bf16": True, "max_steps": 1}, TILED | ALONE, world=1, **ROUNDED_8),
     Cell(
@@ -269,19 +261,14 @@ LOSSES = [
     Cell("a mean of smoothed means", {"trainer_class": MeanPerBatch, "label_smoothing_factor": 0.1}, long=True),
     Cell(
         "a mean of means, own token average",
-        {
-            **{"trainer_class": MeanPerBatch, "average_tokens_across_devices": False},
-        },
+        {"trainer_class": MeanPerBatch, "average_tokens_across_devices": False},
         long=True,
     ),
     Cell("a mean of means, two groups", {"trainer_class": MeanPerBatch}, world=4, processes=2, long=True),
     Cell("a loss function, own token average", {**SQUARED, "average_tokens_across_devices": False}, long=True),
     Cell(
         "a loss function of one batch",
-        {
-            **SQUARED,
-            "trainer_arguments": {"compute_loss_func": mean_of_logits},
-        },
+        {**SQUARED, "trainer_arguments": {"compute_loss_func": mean_of_logits}},
         long=True,
     ),
     Cell("a loss function for a model that would shift labels", {"learning_rate": 0.01}, made=bart, long=True),
@@ -324,12 +311,7 @@ TRL = [
     Cell("SFT without padding", {**SFT, "padding_free": True, "max_length": None}, long=True),
     Cell(
         "SFT, documents split",
-        {
-            **SFT,
-            "packing": True,
-            "packing_strategy": "bfd_split",
-            "max_length": 16,
-        },
+        {**SFT, "packing": True, "packing_strategy": "bfd_split", "max_length": 16},
         long=True,
     ),
     Cell(
@@ -476,20 +458,14 @@ EXPERTS = [
     Cell("balancing loss, own token average", {**BALANCED, "average_tokens_across_devices": False}, long=True),
     Cell(
         "balancing loss of full sequences, two groups",
-        {
-            **BATCHES,
-            "trainer_class": OwnLoss,
-        },
+        {**BATCHES, "trainer_class": OwnLoss},
         world=4,
         processes=2,
         long=True,
     ),
     Cell(
         "balancing loss in a loss function",
-        {
-            **BATCHES,
-            "trainer_arguments": {"compute_loss_func": with_balancing_loss},
-        },
+        {**BATCHES, "trainer_arguments": {"compute_loss_func": with_balancing_loss}},
         world=4,
         processes=2,
         long=True,

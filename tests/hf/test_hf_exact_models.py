@@ -98,23 +98,22 @@ def heads_of(kv_heads: int) -> Callable[[], dict[str, Any]]:
     return functools.partial(three_heads, kv_heads)
 
 
-def heads(ranks: int, scheme: str, kv_heads: int = 3, long: bool = True) -> Cell:
+def heads(ranks: int, scheme: str, kv_heads: int) -> Cell:
     return Cell(
         f"{kv_heads} of 3 heads on {ranks} ranks, {scheme}",
         {**STEPS, "collator": packed},
         {"context_parallel_size": ranks, "context_parallel_scheme": scheme},
         made=heads_of(kv_heads),
         world=ranks,
-        long=long,
+        long=True,
     )
 
 
 FLEX = functools.partial(three_heads, attention="flex_attention")
 SCHEMES = {2: ("ring", "all_gather", "ulysses"), 3: ("ulysses",), 4: ("ulysses", "usp:2")}
-IN_EVERY_RUN = [(2, "ulysses", 3)]  # tests/attn/test_attention_table.py tries all, without a Trainer
-HEADS = [
+HEADS = [  # tests/attn/test_attention_table.py tries all in every run, without a Trainer
     *(
-        heads(ranks, scheme, kv_heads, (ranks, scheme, kv_heads) not in IN_EVERY_RUN)
+        heads(ranks, scheme, kv_heads)
         for ranks, schemes in SCHEMES.items()
         for scheme in schemes
         for kv_heads in (3, 1)

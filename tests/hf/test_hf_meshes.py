@@ -78,11 +78,10 @@ def test_2_x_2_x_2_ranks(saved, mesh):
     _assert_equals_one_process(saved("llama"), mesh, {}, rows=4, max_steps=2, evaluate=False)
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [pytest.param({"fsdp_size": 2}, marks=pytest.mark.long), {"dp_replicate_size": 2}],  # test_hf_engines.py has FSDP2
-    ids=["FSDP2", "HSDP"],
-)
+FSDP2 = pytest.param({"fsdp_size": 2}, marks=pytest.mark.long)  # test_hf_engines.py has it in every run
+
+
+@pytest.mark.parametrize("mesh", [FSDP2, {"dp_replicate_size": 2}], ids=["FSDP2", "HSDP"])
 def test_a_model_sharded_while_it_was_loaded(saved, mesh):
     options = {"gradient_checkpointing": True, "max_steps": 2, "evaluate": False}
     _assert_equals_one_process(saved("llama"), mesh, {"context_parallel_scheme": "ulysses"}, **options)

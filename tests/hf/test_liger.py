@@ -152,13 +152,8 @@ def test_trl_keeps_its_own_loss(trainer) -> None:
 def train_grpo_with_liger(config: dict[str, Any] | None) -> Run:
     with stand_in():
         size = (config or {}).get("context_parallel_size", 1)
-        options = {
-            "num_iterations": 2,
-            "gradient_accumulation_steps": 2,
-            "steps_per_generation": 2,
-            "max_steps": 2,
-            "beta": 0.1,
-        }
+        steps = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 2}
+        options = {"num_iterations": 2, "beta": 0.1, **steps}
         return train_rollouts(config, group=size, use_liger_kernel=True, **options)
 
 

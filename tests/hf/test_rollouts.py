@@ -70,7 +70,7 @@ CELLS = [
         cell("collectives that a subclass's module imports by name", n, long=n > 2, own_class="own_rewards", beta=0.1)
         for n in (2, 4)
     ),
-    cell("experts", long=False, **QWEN3_MOE),
+    cell("experts", long=False, max_steps=1, **QWEN3_MOE),
     cell("experts", 4, **QWEN3_MOE, **ALL),
     cell("checkpointing", gradient_checkpointing=True, **ALL),
     cell("one row for two ranks", 2, per_device_train_batch_size=1, gradient_accumulation_steps=4),
@@ -83,7 +83,7 @@ CELLS = [
         "RLOO of sequences", 4, kind="RLOO", **RLOO | {"normalize_advantages": True, "reward_clip_range": [-0.5, 0.5]}
     ),
     cell("RLOO with LoRA", kind="RLOO", lora=True, long=False, **RLOO | {"steps_per_generation": 2, "max_steps": 3}),
-    cell("distillation", kind="Distillation", long=False),
+    cell("distillation", kind="Distillation", long=False, max_steps=2),
     *(cell(f"distillation with beta {beta}", 4, kind="Distillation", beta=beta) for beta in (0.0, 0.5, 1.0)),
     cell("distillation with LoRA", 3, 3, kind="Distillation", lora=True),
     cell("tiles", config={"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 4}, **ALL),

@@ -125,11 +125,10 @@ def _trained(what, on_ranks):
     return logs, evaluated, proof
 
 
-@pytest.mark.parametrize(
-    "what",
-    # test_hf_rows.py trains embeddings in every run.
-    [pytest.param(what, marks=[pytest.mark.long] * (what == "Embedding")) for what in USES],
-)
+LONG = pytest.param("Embedding", marks=pytest.mark.long)  # test_hf_rows.py trains embeddings in every run
+
+
+@pytest.mark.parametrize("what", [*list(USES)[:-1], LONG])
 def test_what_losses_do_with_the_model_is_that_of_one_process(what):
     expected, loss, _ = _trained(what, False)
     for logs, evaluated, proof in run_ranks(2, _trained, what, True):
