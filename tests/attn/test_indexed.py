@@ -201,8 +201,8 @@ def test_another_document_moves_no_bit() -> None:
 
 
 def test_no_tensor_is_as_large_as_the_scores() -> None:
-    """Of 4096 tokens, each of which attends 64: the largest tensor is that of a few queries, or linear in S."""
-    seq_len, count = 4096, 64
+    """Of 2048 tokens, each of which attends 64: the largest tensor is that of a few queries, or linear in S."""
+    seq_len, count = 2048, 64
     mask, of = IntervalMask.causal(seq_len), indexer(seq_len=seq_len)
     sequence = ShardedSequence(mask, Layout.contiguous(seq_len, 1))
     leaves = [torch.randn(1, seq_len, 2, 8, requires_grad=True) for _ in range(3)]

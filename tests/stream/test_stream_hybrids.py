@@ -116,7 +116,7 @@ def test_streamed_over_ranks_equals_whole(model_type: str, kind: str, world: int
     assert_equal(found, run_on_ranks(model, kind, 1, "contiguous"))
 
 
-@pytest.mark.parametrize("chunk", [1, 3, TOKENS, 50])
+@pytest.mark.parametrize("chunk", [2, TOKENS, 50, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3))])
 def test_chunks_shorter_than_a_convolution_and_one_of_all_tokens(chunk: int) -> None:
     model = model_of("qwen3_next")
     assert_equal(run_on_one_rank(model, "packed", chunk), run_on_one_rank(model, "packed"))

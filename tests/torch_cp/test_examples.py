@@ -101,7 +101,7 @@ def assert_same(got: list[list[tuple[float, float]]], wanted: list[tuple[float, 
 
 
 def test_two_ranks_learn_what_one_process_learns() -> None:
-    (one_process,) = run_ranks(1, train_grpo, 1, 10)
+    (one_process,) = run_ranks(1, train_grpo, 1, 12)
     assert_same(run_ranks(2, train_grpo, 2, 2), one_process[:2])
     rewards = [reward for _, reward in one_process]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2  # from half of the numbers to more: it learns
