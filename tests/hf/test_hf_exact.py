@@ -40,7 +40,7 @@ from transformers import (
 
 TILED = {"tiled_mlp": True, "tiled_norm": True, "tiled_loss": True, "tile_tokens": 5}
 ALONE = {"context_parallel_size": 1}
-EVERY_NUMBER = {"evaluate": True, "max_steps": 4}  # evaluation and prediction too
+EVERY_NUMBER = {"evaluate": True}  # evaluation and prediction too
 # The last of an epoch holds 2 rows.
 LAST_BATCHES = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 4}
 
@@ -167,7 +167,7 @@ def mesh(world: int, long: bool, family: str = "llama", **sizes: int) -> Cell:
 
 CHECKPOINTING = {"version": 2, "activation_checkpointing": True, "reshard_after_forward": False}
 ENGINES = [
-    Cell("FSDP2, every number", {**EVERY_NUMBER, "max_steps": 2}, ranks={"engine": "FSDP2"}),
+    Cell("FSDP2, every number", EVERY_NUMBER, ranks={"engine": "FSDP2"}),
     # Under ZeRO all else is that of test_hf_matrix.py.
     Cell("ZeRO-1, every number", EVERY_NUMBER, ranks={"engine": "ZeRO-1"}, long=True),
     Cell("ZeRO-3, every number", EVERY_NUMBER, ranks={"engine": "ZeRO-3"}, long=True),

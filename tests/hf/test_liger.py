@@ -91,7 +91,9 @@ def test_balancing_loss_of_ligers_forward_is_that_of_the_group() -> None:
     assert check({"family": "mixtral-balanced", "collator": packed, "learning_rate": 0.01, "evaluate": False}) > 0
 
 
-@pytest.mark.parametrize("is_copy", [False, True], ids=["Liger's", "of another package"])
+@pytest.mark.parametrize(
+    "is_copy", [pytest.param(False, marks=pytest.mark.long), True], ids=["Liger's", "of another package"]
+)
 def test_forward_with_the_fused_loss_may_be_the_class_s(is_copy) -> None:
     """As axolotl has it before it loads a model: Liger's, or one of its own."""
     assert check({"use_liger_kernel": False, "class_forward": _COPY if is_copy else _FORWARD, "evaluate": False}) > 0

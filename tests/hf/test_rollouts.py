@@ -141,7 +141,7 @@ def failing_reward(**columns: Any) -> list[float]:
 
 
 def error_of_rewards(name: str) -> str:
-    trainer = make_rollouts(group=2, rewards=[globals()[name]], max_steps=1, ddp_timeout=5)
+    trainer = make_rollouts(group=2, rewards=[globals()[name]], max_steps=1, ddp_timeout=3)
     ringtile.enable(trainer, {"context_parallel_size": 2})
     with pytest.raises((ringtile.RingtileError, ValueError)) as raised:
         trainer.train()

@@ -20,7 +20,7 @@ from ringtile.hf.features.trees import share, unfold
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.shard import Reading, shard_batch
 from ringtile.hf.trainer import first_batch_of
-from test_rollouts import ALL, SLOWLY, assert_equal, assert_same
+from test_rollouts import ALL, BRIEF, SLOWLY, assert_equal, assert_same
 from torch import nn
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -119,7 +119,7 @@ def cell(what: str, size: int = 2, long: bool = True, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        cell("grpo", long=False, **OFTEN),
+        cell("grpo", long=False, **BRIEF | {"per_device_train_batch_size": 4}),
         cell("grpo", 1, **OFTEN),
         cell("grpo", 3, loss_type="grpo", **OFTEN),
         cell("cispo with LoRA", lora=True, loss_type="cispo", **OFTEN),
