@@ -85,9 +85,9 @@ CELLS = table(
         for scheme in ("all_gather", "ulysses", "auto")
         for layout in ("contiguous", "balanced")
     ),
-    of_one("checkpointed, attention kept", long=False, **KEPT),
+    of_one("checkpointed, attention kept", **KEPT),  # test_hf_indexed.py too has it of latents in every run
     of_one("checkpointed, attention run again", config={"keep_attention": False}, **KEPT),
-    of_one("FSDP2", engine="FSDP2"),  # test_hf_indexed.py has it in every run
+    of_one("FSDP2", engine="FSDP2"),  # test_hf_indexed.py too has it of latents in every run
     of_one("ZeRO-2", engine="ZeRO-2"),
     of_one("ZeRO-3, with heads", engine="ZeRO-3"),
     of_one("LoRA on the up-projection", long=False, made=with_adapters),
