@@ -109,6 +109,8 @@ def test_rows_of_a_view_and_dropout_are_slow_by_name(on_gpu: Any) -> None:
     assert misaligned(block) == ""
     assert misaligned(block._replace(v=moved)).startswith("rows of v do not begin at multiples of 16 bytes")
     assert misaligned(a_block(head_dim=60)).startswith("rows of q do not begin at")
+    narrow = a_block(head_dim=60)
+    assert misaligned(narrow) == misaligned(narrow._replace(q=narrow.q[:, :5].contiguous()))  # of all lengths
     dropout = AttentionDropout(0.1, torch.zeros(1, dtype=torch.int64), 1)
     assert "dropout" in why_slow(block._replace(dropout=dropout), backward=False)
 

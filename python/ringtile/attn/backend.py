@@ -202,5 +202,6 @@ def misaligned(block: Block) -> str:
     for name, x in (("q", block.q), ("k", block.k), ("v", block.v)) if block.q.is_cuda else ():
         rows = [x.data_ptr(), *(stride * x.itemsize for stride in x.stride()[:3])]
         if any(number % 16 for number in rows):
-            return f"rows of {name} do not begin at multiples of 16 bytes: {tuple(x.shape)}, strides {x.stride()}"
+            place = f"head dim {x.size(3)}, the first {rows[0] % 16} bytes behind one"  # no length: it is said once
+            return f"rows of {name} do not begin at multiples of 16 bytes: {place}"
     return ""
