@@ -11,7 +11,9 @@ Shape letters: B batch, S global tokens.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -182,13 +184,6 @@ def _one_row_if_equal(mask: IntervalMask) -> IntervalMask:
 # its name, with the numbers in its closure; a function that is not known is refused. No S x S mask is made.
 
 
-class _Bounds(NamedTuple):
-    """int64 (B or 1, S) on the CPU: a query attends the keys in begin .. end; none where end <= begin."""
-
-    begin: Tensor
-    end: Tensor
-
-
 class _Row(NamedTuple):
     """What a mask is drawn on."""
 
@@ -201,6 +196,10 @@ class _Row(NamedTuple):
         """int64 (1, S)"""
         return torch.arange(self.seq_len)[None]
 
+    def mask(self, begin: Tensor, end: Tensor) -> IntervalMask:
+        """begin, end: int64 (B or 1, S), whatever lies outside of the row."""
+        return IntervalMask(*(bound.clamp(0, self.seq_len).int() for bound in (begin, end)))
+
 
 def intervals_of(mask_function: Callable[..., Any], seq_len: int, attention_mask: Tensor | None) -> IntervalMask:
     """The mask that a composed function draws, on the host. attention_mask: bool (B, S); what it masks may be attended.
@@ -208,12 +207,10 @@ def intervals_of(mask_function: Callable[..., Any], seq_len: int, attention_mask
     Raises RefusedError for a function that is not known, and for a block of tokens that is not in one piece.
     """
     is_token = None if attention_mask is None else attention_mask[:, :seq_len].to("cpu", torch.bool)
-    begin, end = _read(mask_function, _Row(seq_len, is_token))
-    rows = max(begin.size(0), end.size(0))
-    return IntervalMask(*(bound.clamp(0, seq_len).int().expand(rows, -1) for bound in (begin, end)))
+    return _read(mask_function, _Row(seq_len, is_token))
 
 
-def _read(function: Callable[..., Any], row: _Row) -> _Bounds:
+def _read(function: Callable[..., Any], row: _Row) -> IntervalMask:
     name = getattr(function, "__qualname__", "").partition(".")[0]
     of_transformers = getattr(function, "__module__", "") == masking_utils.__name__
     if not of_transformers or name not in _KNOWN:
@@ -224,48 +221,32 @@ def _read(function: Callable[..., Any], row: _Row) -> _Bounds:
     return _KNOWN[name](row, **inspect.getclosurevars(function).nonlocals)
 
 
-def _and(row: _Row, mask_functions: tuple[Callable[..., Any], ...]) -> _Bounds:
-    bounds = _full(row)
-    for begin, end in (_read(function, row) for function in mask_functions):
-        bounds = _Bounds(torch.maximum(bounds.begin, begin), torch.minimum(bounds.end, end))
-    return bounds
+def _and(row: _Row, mask_functions: tuple[Callable[..., Any], ...]) -> IntervalMask:
+    return functools.reduce(operator.and_, (_read(function, row) for function in mask_functions))
 
 
-def _or(row: _Row, mask_functions: tuple[Callable[..., Any], ...]) -> _Bounds:
+def _or(row: _Row, mask_functions: tuple[Callable[..., Any], ...]) -> IntervalMask:
     """One interval: of all that is known here, each is empty or holds the query itself."""
-    bounds = _Bounds(torch.full_like(row.places, row.seq_len), torch.zeros_like(row.places))
-    for begin, end in (_read(function, row) for function in mask_functions):
-        is_empty = end <= begin
-        bounds = _Bounds(
-            torch.minimum(bounds.begin, begin.masked_fill(is_empty, row.seq_len)),
-            torch.maximum(bounds.end, end.masked_fill(is_empty, 0)),
-        )
-    return bounds
+    masks = [_read(function, row) for function in mask_functions]
+    begins = [mask.begin.masked_fill(mask.end <= mask.begin, row.seq_len) for mask in masks]
+    return row.mask(functools.reduce(torch.minimum, begins), functools.reduce(torch.maximum, [x.end for x in masks]))
 
 
-def _causal(row: _Row) -> _Bounds:
-    return _Bounds(torch.zeros_like(row.places), row.places + 1)
+def _window(row: _Row, sliding_window: int) -> IntervalMask:
+    return row.mask(row.places - sliding_window + 1, torch.full_like(row.places, row.seq_len))
 
 
-def _full(row: _Row) -> _Bounds:
-    return _Bounds(torch.zeros_like(row.places), torch.full_like(row.places, row.seq_len))
+def _window_both_ways(row: _Row, sliding_window: int) -> IntervalMask:
+    return row.mask(row.places - sliding_window, row.places + sliding_window + 1)
 
 
-def _window(row: _Row, sliding_window: int) -> _Bounds:
-    return _Bounds(row.places - sliding_window + 1, torch.full_like(row.places, row.seq_len))
-
-
-def _window_both_ways(row: _Row, sliding_window: int) -> _Bounds:
-    return _Bounds(row.places - sliding_window, row.places + sliding_window + 1)
-
-
-def _chunks(row: _Row, chunk_size: int, left_padding: Tensor) -> _Bounds:
+def _chunks(row: _Row, chunk_size: int, left_padding: Tensor) -> IntervalMask:
     counted = row.places if row.positions is None else row.positions
     begin = row.places - (counted - left_padding.cpu()[:, None]) % chunk_size
-    return _Bounds(begin, begin + chunk_size)
+    return row.mask(begin, begin + chunk_size)
 
 
-def _blocks(row: _Row, block_sequence_ids: Tensor) -> _Bounds:
+def _blocks(row: _Row, block_sequence_ids: Tensor) -> IntervalMask:
     if row.positions is not None:
         _refuse_moved(row.positions, block_sequence_ids[:, : row.seq_len].to("cpu", torch.int64))
     return _groups(row._replace(positions=None), block_sequence_ids, "block of tokens")
@@ -286,21 +267,20 @@ def _refuse_moved(positions: Tensor, ids: Tensor) -> None:
     )
 
 
-def _documents(row: _Row, packed_sequence_mask: Tensor) -> _Bounds:
+def _documents(row: _Row, packed_sequence_mask: Tensor) -> IntervalMask:
     return _groups(row, packed_sequence_mask, "document")
 
 
-def _by_positions(row: _Row, mask_function: Callable[..., Any], position_ids: Tensor) -> _Bounds:
+def _by_positions(row: _Row, mask_function: Callable[..., Any], position_ids: Tensor) -> IntervalMask:
     """A function of two positions. In a document these are places but for a constant, which chunks alone can tell; what
     it says of two documents is not known, and transformers keeps these apart."""
     positions = position_ids[:, : row.seq_len].to("cpu", torch.int64)
     starts = functional.pad(positions.diff(dim=1) != 1, (1, 0))
-    begin, end = _read(mask_function, row._replace(positions=positions))
     own = _groups(row._replace(is_token=None), starts.long().cumsum(1), "document")
-    return _Bounds(torch.maximum(begin, own.begin), torch.minimum(end, own.end))
+    return _read(mask_function, row._replace(positions=positions)) & own
 
 
-def _groups(row: _Row, ids: Tensor, what: str) -> _Bounds:
+def _groups(row: _Row, ids: Tensor, what: str) -> IntervalMask:
     """Of each query, the tokens with its id; none for an id below 0. Padding that nobody attends may lie between."""
     ids = ids[:, : row.seq_len].to("cpu", torch.int64)
     places = row.places.expand_as(ids)
@@ -320,15 +300,15 @@ def _groups(row: _Row, ids: Tensor, what: str) -> _Bounds:
         )
     attends = ids >= 0
     begin, end = first.gather(1, index), last.gather(1, index) + 1
-    return _Bounds(begin.masked_fill(~attends, row.seq_len), end.masked_fill(~attends, 0))
+    return row.mask(begin.masked_fill(~attends, row.seq_len), end.masked_fill(~attends, 0))
 
 
 # By the name of the function of masking_utils that returns it, with the names of what is in its closure.
-_KNOWN: dict[str, Callable[..., _Bounds]] = {
+_KNOWN: dict[str, Callable[..., IntervalMask]] = {
     "and_masks": _and,
     "or_masks": _or,
-    "causal_mask_function": _causal,
-    "bidirectional_mask_function": _full,
+    "causal_mask_function": lambda row: IntervalMask.causal(row.seq_len),
+    "bidirectional_mask_function": lambda row: IntervalMask.full(row.seq_len),
     "sliding_window_overlay": _window,
     "sliding_window_bidirectional_overlay": _window_both_ways,
     "chunked_overlay": _chunks,
