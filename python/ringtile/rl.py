@@ -29,6 +29,7 @@ from ringtile.hf.batch import ShardedBatch, active
 from ringtile.hf.features.loss import TiledLogits, not_plain
 from ringtile.hf.features.stream import chunk_tokens_of
 from ringtile.hf.features.trees import in_chunks
+from ringtile.hf.positions import depends_on_length
 from ringtile.ops import state_dtype
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -119,7 +120,7 @@ def sequence_log_probs(
     if check and transport.world_size > 1 and head.owner not in _checked:
         rows.longest().check(model, head, group, layout, scheme)
         _checked.add(head.owner)
-    in_one = None if chunk_tokens is None else in_chunks(rows.held, chunk_tokens)
+    in_one = None if chunk_tokens is None else in_chunks(rows.document > 0, chunk_tokens)
     some = rows if in_one is None else rows.taken(in_one[0])
     buffers, mask = some.padded(layout, transport.world_size, chunk_tokens)
     tokens = layout_of(layout, mask.seq_len, transport.world_size)
@@ -172,7 +173,7 @@ class _Rows(NamedTuple):
     input_ids: Tensor  # int64 (B, S)
     position_ids: Tensor  # int64 (B or 1, S)
     labels: Tensor  # int64 (B, S): the token that each token is to predict, _IGNORE for none
-    document: Tensor | None  # int64 CPU (B, S): 0 for padding, else the number of a document; None: one, no padding
+    document: Tensor  # int64 CPU (B, S): 0 for padding, else the number of a document
     mask: IntervalMask
 
     @classmethod
@@ -215,11 +216,10 @@ class _Rows(NamedTuple):
             completion_mask=completion_mask,
             position_ids=position_ids,
         )
-        document = None if attention_mask is None else attention_mask.cpu().long()
+        document = torch.ones(shape, dtype=torch.int64, device="cpu")
+        document = document if attention_mask is None else attention_mask.cpu().long()
         mask = IntervalMask.causal(shape[1])
-        if document is not None and bool((document == 1).all()):
-            document = None
-        if document is not None:
+        if bool((document != 1).any()):
             mask = mask & IntervalMask.from_padding(document)
         # A token is predicted by the one before it if it attends that one: if both are of one document.
         before = torch.arange(shape[1] - 1, device="cpu")
@@ -236,8 +236,6 @@ class _Rows(NamedTuple):
 
     def longest(self) -> _Rows:
         """The row with the most tokens, without its padding."""
-        if self.document is None:
-            return _Rows.of(self.input_ids[:1], None, None, self.position_ids[:1])
         index = int((self.document > 0).sum(1).argmax())
         tokens = self.document[index] > 0
         if not bool(tokens.any()):  # padding alone, which attends nothing
@@ -246,18 +244,10 @@ class _Rows(NamedTuple):
         document = self.document[index : index + 1, tokens]
         return _Rows.of(found[0], document.to(self.input_ids.device), None, found[1])
 
-    @property
-    def held(self) -> Tensor:
-        """bool CPU (B, S): what is no padding."""
-        if self.document is None:
-            return torch.ones(self.input_ids.shape, dtype=torch.bool, device="cpu")
-        return self.document > 0
-
     def taken(self, places: Tensor) -> _Rows:
         """One row of the tokens at these places (T,) of the flattened rows; -1: padding. Rows become documents."""
-        held = self.held.long() if self.document is None else self.document
-        numbers = torch.arange(len(held), device="cpu")[:, None] * int(held.max() + 1) + held
-        documents = functional.pad(torch.where(held > 0, numbers, 0).flatten(), (0, 1))[places][None]
+        numbers = torch.arange(len(self.document), device="cpu")[:, None] * int(self.document.max() + 1) + self.document
+        documents = functional.pad(torch.where(self.document > 0, numbers, 0).flatten(), (0, 1))[places][None]
         mask = IntervalMask.causal(len(places)) & IntervalMask.from_padding(documents)
         on_device, given = to_device(places, self.input_ids.device), zip(self[:3], _PADDING, strict=True)
         columns = [functional.pad(x.expand_as(self.input_ids).flatten(), (0, 1), value=v) for x, v in given]
@@ -390,8 +380,6 @@ class _Head(NamedTuple):
 
 
 _USE = "expected one rank a row, or a Trainer under ringtile.enable, which serves it"
-# Kinds of rotary embedding whose frequencies depend on the largest position, which a shard does not know.
-_ROPES_OF_LENGTH = ("dynamic", "longrope")
 
 
 def _check_positions(owner: nn.Module, seq_len: int) -> None:
@@ -410,7 +398,7 @@ def _check_positions(owner: nn.Module, seq_len: int) -> None:
     if "chunked_attention" in kinds:
         raise RefusedError(f"{name} has layers of chunked attention; {_USE}")
     for module in owner.modules():
-        if any(kind in str(getattr(module, "rope_type", "")) for kind in _ROPES_OF_LENGTH):
+        if depends_on_length(module):  # by the largest position, which a shard does not know
             raise RefusedError(
                 f"{name} has a rotary embedding whose frequencies depend on the length of the row; {_USE}"
             )

@@ -15,7 +15,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "benchmarks": (15, 2510),
     "csrc": (92, 9795),
     "cuda": (46, 4707),
-    "python/ringtile": (19, 2852),
+    "python/ringtile": (19, 2840),
     "python/ringtile/attn": (11, 2233),
     "python/ringtile/cli": (14, 2130),
     "python/ringtile/first_batch": (8, 1128),

@@ -111,10 +111,13 @@ def pin_rope_length(model: PreTrainedModel, patches: Patches) -> None:
     frequencies. The largest global position is appended to the ids, and its row dropped from the result.
     """
     for rotary in _rotary_embeddings(model):
-        kinds = getattr(rotary, "rope_type", None)
-        kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
-        if any(kind == "longrope" or "dynamic" in str(kind) for kind in kinds):
+        if depends_on_length(rotary):
             patches.wrap(rotary, "forward", _with_global_length)
+
+
+def depends_on_length(rotary: nn.Module) -> bool:
+    """Whether the frequencies of a rotary embedding, of all layers or of a type of layers, depend on the length."""
+    return any(kind in str(getattr(rotary, "rope_type", "")) for kind in ("dynamic", "longrope"))
 
 
 def _with_global_length(
