@@ -133,9 +133,10 @@ MUTANTS = [
     Mutant(
         "peers: each rank takes the mean over its own targets",
         "python/ringtile/hf/loss_on_shards.py",
-        "            batch.mean_share = self._mean_share(num_items_in_batch is not None)\n",
-        "            batch.mean_share = self._mean_share(num_items_in_batch is not None)\n"
-        '            num_items_in_batch = local["shift_labels"].ne(-100).sum().clamp_min(1) * self._trainer_factor()\n',
+        "                batch.mean_share = self._mean_share(num_items_in_batch is not None, ways)\n",
+        "                batch.mean_share = self._mean_share(num_items_in_batch is not None, ways)\n"
+        '                num_items_in_batch = local["shift_labels"].ne(-100).sum().clamp_min(1)\n'
+        "                num_items_in_batch = num_items_in_batch * self._trainer_factor(ways)\n",
         "tests/hf/test_hf_exact.py -k smoothing",
         source="NVIDIA/Megatron-LM#7452",
         case="token mean",

@@ -56,17 +56,6 @@ class LossOnShards(ShardedLoss):
         self.switch_model(self.entry, self.base)
 
     @contextlib.contextmanager
-    def counting_groups(self) -> Iterator[None]:
-        """Makes `accelerator.num_processes`, by which Trainers scale losses over T, the number of different batches."""
-        state = self.trainer.accelerator.state
-        num_ranks = state.num_processes
-        state.num_processes = num_ranks // self.group.size
-        try:
-            yield
-        finally:
-            state.num_processes = num_ranks
-
-    @contextlib.contextmanager
     def _sharded(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], ShardedBatch | None]]:
         """This rank's part of a batch, on which the model runs inside the context."""
         local, batch = self.sharding.shard(inputs)
@@ -98,15 +87,17 @@ class LossOnShards(ShardedLoss):
                 num_items=1 if num_items_in_batch is None else int(num_items_in_batch),
                 numbers_of=self.trainer,
             )
-        if runs_whole():
-            return self._whole_loss(original, model, inputs, return_outputs, num_items_in_batch)
+        # As one process, on the whole batch, or as one of the ranks that share it.
+        ways = 1 if runs_whole() else self.group.size
         if num_items_in_batch is not None and not self._trainer_scales():  # this rank's part of the count, not rounded
-            num_items_in_batch = num_items_in_batch / self.group.size
+            num_items_in_batch = num_items_in_batch / ways
         with self._sharded(inputs) as (local, batch), contextlib.ExitStack() as stack:
-            assert batch is not None
-            batch.mean_share = self._mean_share(num_items_in_batch is not None)
-            if num_items_in_batch is None and batch.num_targets is not None:
-                num_items_in_batch = self._targets_per_rank(batch.num_targets)
+            if ways < self.group.size:
+                stack.enter_context(self.groups.as_one_process())
+            if batch is not None:
+                batch.mean_share = self._mean_share(num_items_in_batch is not None, ways)
+            if batch is not None and num_items_in_batch is None and batch.num_targets is not None:
+                num_items_in_batch = batch.num_targets * self._trainer_factor(ways) / ways
                 if not self.trainer.model_accepts_loss_kwargs:  # the Trainer hands the model no count: add it here
                     local["num_items_in_batch"] = num_items_in_batch
                 # Given a count, SFTTrainer divides its balancing loss by the steps of the last accumulation.
@@ -115,50 +106,28 @@ class LossOnShards(ShardedLoss):
                 one_step.set(self.trainer, "current_gradient_accumulation_steps", 1)
             found = original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
             loss, *outputs = found if return_outputs else (found,)
-            # What the Trainer logs, and leaves out since it is not finite, is the same on all ranks.
-            loss = exchanged(loss, self.group.mean, lambda gradient: gradient)
+            if ways > 1:
+                # What the Trainer logs, and leaves out since it is not finite, is the same on all ranks.
+                loss = exchanged(loss, self.group.mean, lambda gradient: gradient)
             return (loss, *outputs) if return_outputs else loss
 
-    def _whole_loss(
-        self,
-        original: Callable[..., Any],
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool,
-        num_items: Any,
-    ) -> Any:
-        """The loss of one process on the whole batch, of which `_compute_loss` gives the ranks' mean."""
-        with self._sharded(inputs) as (local, batch), self.counting_groups():
-            if batch is not None:
-                batch.mean_share = 1.0
-                if num_items is None and batch.num_targets is not None:  # the mean that the Trainer leaves to the model
-                    local["num_items_in_batch"] = batch.num_targets
-            return original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items)
-
-    def _targets_per_rank(self, num_targets: Tensor) -> Tensor:
-        """The count that turns sums over shards into the mean over one batch, where no count was given.
-
-        The mean over the group of N * local_sum / count is the sum of local_sum over num_targets. The factor N is left
-        out where the Trainer does not apply it.
-        """
-        return num_targets * self._trainer_factor() / self.group.size
-
-    def _trainer_factor(self) -> int:
-        """What the Trainer multiplies a loss by that was divided by a number of items."""
-        return self.trainer.accelerator.num_processes // self.group.tp_size if self._trainer_scales() else 1
+    def _trainer_factor(self, ways: int) -> int:
+        """What the Trainer multiplies a loss by that was divided by a number of items: by how many different batches
+        there are, times the `ways` in which each is shared."""
+        return self.group.data_size * ways if self._trainer_scales() else 1
 
     def _trainer_scales(self) -> bool:
         """Whether the Trainer counts items over all devices, and multiplies the loss by their number."""
         return bool(self.trainer.args.average_tokens_across_devices and self.trainer.model_accepts_loss_kwargs)
 
-    def _mean_share(self, num_items_given: bool) -> float:
+    def _mean_share(self, num_items_given: bool, ways: int) -> float:
         """The factor of what is not divided by a number of items, such as a balancing loss, in the loss of a shard.
 
         With one process per batch, the Trainer would multiply the loss by their number where items were counted over
         all devices, and by 1 elsewhere; here it multiplies by the number of ranks.
         """
-        wanted = self.group.data_size if num_items_given and self._trainer_factor() > 1 else 1
-        return wanted / self._trainer_factor()
+        factor = self._trainer_factor(ways)
+        return (self.group.data_size if num_items_given and factor > 1 else 1) / factor
 
     def _smooth_labels(self, original: Callable[..., Any], outputs: Any, labels: Tensor, /, **kwargs: Any) -> Any:
         """The original without its shift: the labels were shifted before they were sharded.
