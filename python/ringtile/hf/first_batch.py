@@ -37,7 +37,6 @@ logger = logging.getLogger("ringtile")
 _TOKENS = 512  # of all rows together, at least
 _ROW = 64  # tokens of a row, at least
 _MARGIN = 8  # tokens of a row, at least, before the edge that the cut shows
-_BY_TOKEN = "position_ids_by_token"  # (B, S, 3 or 4)
 _TARGETS = ("labels", "completion_mask")  # in the names of the keys that say which tokens have targets
 _TILES = 3  # tiles of a shard of the cut, at least
 _LARGEST_WINDOW = 1024  # tokens: a cut is longer than windows and chunks up to this one
@@ -227,12 +226,11 @@ def cut_batch(inputs: Mapping[str, Any], row_tokens: int, *, at_targets: bool = 
     Tensors (B, S, ...) lose tokens, the same ones where their S is the same. Lengths of packed documents are counted
     anew. All else stays.
     """
-    positions = inputs.get("position_ids")
+    cut, positions = dict(inputs), inputs.get("position_ids")
+    has_rows = False
     if isinstance(positions, Tensor) and positions.dim() == 3:  # (3 or 4, B, S), of M-RoPE
-        rows = {name: value for name, value in inputs.items() if name != "position_ids"}
-        cut = cut_batch(rows | {_BY_TOKEN: positions.permute(1, 2, 0)}, row_tokens, at_targets=at_targets)
-        return cut | {"position_ids": cut.pop(_BY_TOKEN).permute(2, 0, 1).contiguous()}
-    cut = dict(inputs)
+        cut["position_ids"], has_rows = positions.permute(1, 2, 0), True
+    inputs = dict(cut)
     sizes: dict[int, list[str]] = {}
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.dim() >= 2:
@@ -251,6 +249,8 @@ def cut_batch(inputs: Mapping[str, Any], row_tokens: int, *, at_targets: bool = 
             index = taken.to(value.device).view(*taken.shape, *(1,) * (value.dim() - 2))
             cut[name] = value.gather(1, index.expand(-1, -1, *value.shape[2:]))
         _count_documents(cut, seq_len, int(begins[0]), length)
+    if has_rows:
+        cut["position_ids"] = cut["position_ids"].permute(2, 0, 1).contiguous()
     return cut
 
 
@@ -269,10 +269,8 @@ def _begins(
     for name, x in tensors.items():
         if name.endswith(("attention_mask", "seq_idx")) and x.dim() == 2:
             edges[:, 1:] |= (x.diff(dim=1) != 0).cpu()
-        elif name == "position_ids" and x.dim() == 2:
-            edges[:, 1:] |= (x.diff(dim=1) != 1).cpu()
-        elif name == _BY_TOKEN:
-            edges[:, 1:] |= (x[..., 0].diff(dim=1) != 1).cpu()
+        elif name == "position_ids":
+            edges[:, 1:] |= ((x if x.dim() == 2 else x[..., 0]).diff(dim=1) != 1).cpu()
     if documents is not None:
         edges[:, documents.cpu()] = True
     begins = []

@@ -96,16 +96,14 @@ class Sharding:
         else:
             self._packing.check(on_host)
             positions = self._positions.of_batch(on_host)
-        if self._config.shared_prefix and not is_tree and not whole:
+        shares = self._config.shared_prefix or (self._config.reproducible and self._shares_rows)
+        if shares and not is_tree and not whole:
             if not self._shares_rows:
                 raise ConfigError(
                     f"shared_prefix: {type(self._trainer).__name__} may use more of its rows than log-probabilities of "
                     f"tokens, and the batch is no tree; expected tree_parents and tree_lengths in it, or TRL's "
                     f"GRPOTrainer, RLOOTrainer, DPOTrainer, KTOTrainer or RewardTrainer: set it to false"
                 )
-            given, rows = share(given, given.get("position_ids", positions))
-            positions = None
-        elif self._config.reproducible and self._shares_rows and not is_tree and not whole:
             given, rows = share(given, given.get("position_ids", positions), self._chunk_tokens())
             positions = None
         local, batch = shard_batch(
