@@ -29,7 +29,7 @@ from ringtile.hf.batch import ShardedBatch, active
 from ringtile.hf.features.loss import TiledLogits, not_plain
 from ringtile.hf.features.stream import chunk_tokens_of
 from ringtile.hf.features.trees import in_chunks
-from ringtile.hf.positions import depends_on_length
+from ringtile.hf.model import depends_on_length
 from ringtile.ops import state_dtype
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask

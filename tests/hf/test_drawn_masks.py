@@ -5,7 +5,8 @@ import ringtile
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS, intervals_of
+from ringtile.hf.drawn_masks import intervals_of
+from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
 from transformers import masking_utils as masks
 
 SEQ_LEN = 13

@@ -7,7 +7,7 @@ import pytest
 import ringtile
 import torch
 from hf_models import tiny_encoder, tiny_model
-from ringtile.hf import attention, layers, model, packing, positions
+from ringtile.hf import attention, layers, model, reading
 from ringtile.hf.batch import active, active_batch, forget_checkpoints, keep_in_checkpoints
 from ringtile.hf.patches import Patches
 from ringtile.hf.shard import Reading, shard_batch
@@ -47,12 +47,12 @@ def _on_ringtile(whole):
 def _ring_logits(switched, batch, world_size=2, layout="zigzag"):
     """The logits of the whole batch (B, S, V), computed by `world_size` ranks in threads."""
 
-    separate = packing.positions_separate(switched)
+    separate = reading.positions_separate(switched)
 
     def run(group):
         own = copy.deepcopy(switched)  # a rank of its own: rotary embeddings remember the longest sequence
         local, sharded = shard_batch(batch, Reading(positions_separate=separate), layout=layout, group=group)
-        positions.pin_rope_length(own, Patches())
+        model.pin_rope_length(own, Patches())
         with torch.no_grad(), active(sharded):
             return sharded.unshard(own(**local).logits)
 
@@ -166,18 +166,18 @@ def test_window_of_a_layer_is_the_one_made_before():
 
 def test_models_whose_masks_know_no_positions_are_known():
     """In one process their packed documents attend each other, unless flash attention looks at the position ids."""
-    assert packing.positions_separate(tiny_model("llama"))
+    assert reading.positions_separate(tiny_model("llama"))
     gpt_oss = tiny_model("gpt-oss")
-    assert not packing.positions_separate(gpt_oss)
+    assert not reading.positions_separate(gpt_oss)
     gpt_oss.config._attn_implementation_internal = "flash_attention_2"
-    assert packing.positions_separate(gpt_oss)
+    assert reading.positions_separate(gpt_oss)
 
 
 @pytest.mark.long  # slow to make
 def test_masks_of_towers_say_nothing_of_text():
     """And one model raises ValueError for the positions that its mask needs."""
-    assert packing.positions_separate(tiny_models.tiny_model(tiny_models.tiny_config("deepseek_ocr2")))
-    assert not packing.positions_separate(tiny_models.tiny_model(tiny_models.tiny_config("hunyuan_vl")))
+    assert reading.positions_separate(tiny_models.tiny_model(tiny_models.tiny_config("deepseek_ocr2")))
+    assert not reading.positions_separate(tiny_models.tiny_model(tiny_models.tiny_config("hunyuan_vl")))
 
 
 # ---- a batch that is not sharded: transformers' own functions run ---------------------------------

@@ -15,8 +15,8 @@ import torch
 import transformers
 from ringtile.hf import families
 from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
-from ringtile.hf.packing import Forward, Packing, positions_separate, read_forward
 from ringtile.hf.patches import Patches
+from ringtile.hf.reading import Forward, Packing, positions_separate, read_forward
 
 from tools.models import tiny_models
 

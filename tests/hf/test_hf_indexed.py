@@ -10,7 +10,7 @@ import torch
 from cells import Cell, Refusal, check, check_enable, params, table
 from hf_training import Padded, packed
 from ringtile import IntervalMask, Layout, RefusedError, ShardedSequence
-from ringtile.hf import attention, model, positions
+from ringtile.hf import attention, model
 from ringtile.hf.batch import active
 from ringtile.hf.features import indexed
 from ringtile.hf.layers import indexers
@@ -67,7 +67,7 @@ def on_ranks(switched: Any, batch: dict[str, Tensor], world_size: int, layout: s
         own = copy.deepcopy(switched)
         chosen = watched(own)
         local, sharded = shard_batch(batch, Reading(positions_separate=True), layout=layout, group=group)
-        positions.pin_rope_length(own, Patches())
+        model.pin_rope_length(own, Patches())
         with torch.no_grad(), active(sharded):
             return sharded.unshard(own(**local).logits), [sharded.unshard(each) for each in chosen]
 

@@ -37,7 +37,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/cli": (12, 2025),
     "tests/emulator": (27, 4647),
     "tests/gpu": (10, 1533),
-    "tests/hf": (68, 13791),
+    "tests/hf": (68, 13789),
     "tests/package": (8, 1850),
     "tests/planner": (4, 1125),
     "tests/recurrent": (8, 2240),

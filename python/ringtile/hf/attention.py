@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import torch
@@ -23,11 +23,11 @@ from ringtile.attn.attention import ring_attention
 from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, main_input, waiting_batch
+from ringtile.hf.drawn_masks import intervals_of, intervals_of_drawn
 from ringtile.hf.families import EAGER_SINKS
 from ringtile.hf.keys import DOCUMENTS, LOSS, OUTPUT, key_of_tree
 from ringtile.hf.layers import mask_of_layer
-from ringtile.hf.masks import intervals_of
-from ringtile.hf.positions import scaled
+from ringtile.hf.patches import Patches
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.stream.attend import WHOLE, running_chunk
@@ -82,7 +82,7 @@ def hidden_mask(name: str, mask: Any, batch: ShardedBatch, num_rows: int, device
         return empty
     drawn = getattr(mask, _INTERVALS, (None,))[0]
     if drawn is None and isinstance(mask, Tensor) and mask.shape[1:] == (1, batch.seq_len, batch.seq_len):
-        drawn = _intervals_of(mask)
+        drawn = intervals_of_drawn(mask)
     if drawn is None or batch.documents is None:
         kind = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise RefusedError(
@@ -137,7 +137,7 @@ def attention_forward(
             f"to be exact; expected one of the two"
         )
     keep.called_by(module)
-    query = scaled(module, query, None if batch is None else batch.places)
+    query = _scaled(module, query, None if batch is None else batch.places)
     key, value, expand = latents_of(module, key, value)
     query, key, value = (as_autocast(x) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -246,21 +246,6 @@ def attends_whole(model: PreTrainedModel) -> bool:
     return not has_sinks or model.config.get_text_config().model_type in EAGER_SINKS
 
 
-def _intervals_of(attention_mask: Tensor) -> IntervalMask | None:
-    """Of a mask (B, 1, S, S): bool, or added to the scores."""
-    attend = attention_mask[:, 0]
-    if attend.dtype != torch.bool:
-        if not bool(((attend == 0) | (attend == torch.finfo(attend.dtype).min) | (attend == -torch.inf)).all()):
-            return None
-        attend = attend == 0
-    counts, begin = attend.sum(-1), attend.int().argmax(-1)
-    end = begin + counts
-    keys = torch.arange(attend.size(-1), device=attend.device)
-    if not torch.equal(attend, (begin[..., None] <= keys) & (keys < end[..., None])):
-        return None
-    return IntervalMask(begin.to("cpu", torch.int32), end.to("cpu", torch.int32))
-
-
 def transformers_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
@@ -300,3 +285,49 @@ def refuse_unknown(module: nn.Module, options: Mapping[str, Any]) -> None:
 def unknown_arguments(options: Mapping[str, Any], known: Collection[str]) -> list[str]:
     """The arguments that are set, of which ringtile does not know that it computes the same with them."""
     return [name for name, value in options.items() if name not in known and value is not None and value is not False]
+
+
+# ---- the temperature of queries that attend by position without a rotary embedding (Llama 4; arXiv:2501.19399) -------
+
+# Llama 4 multiplies a query by 1 + attn_scale log(1 + floor((i + 1) / floor_scale)), and takes for i the place of the
+# token in the tensor that it was given. In a shard that is not its place in the row. So for a sharded batch the module
+# leaves its queries alone, and the attention function multiplies them instead.
+
+
+def leave_temperature(model: nn.Module, patches: Patches) -> None:
+    """Turns the temperature of every module off while it runs on a sharded batch, or on a chunk."""
+    for module in model.modules():
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+            patches.wrap(module, "forward", _without_temperature)
+            patches.set(module, "ringtile_temperature", True)
+
+
+def _scaled(module: nn.Module, query: Tensor, places: Tensor | None) -> Tensor:
+    """query (B, H, N, D), times its temperature if the module was to multiply it; with the rounding of transformers.
+
+    places (N,): of the tokens in their row, of which a chunk has a part; None: they are those of whole rows.
+    """
+    chunk = running_chunk()
+    if not getattr(module, "ringtile_temperature", False) or (chunk is None and places is None):
+        return query
+    if chunk is not None:
+        tokens = chunk.tokens
+        places = torch.arange(tokens.start, tokens.stop) if places is None else places[tokens]
+    assert places is not None
+    settings: Any = module
+    counts = places.to(query.device).float() + 1.0
+    factor = torch.log1p(torch.floor(counts / settings.floor_scale)) * settings.attn_scale + 1.0
+    product: Tensor = query * factor[:, None]
+    return product.to(query.dtype)
+
+
+def _without_temperature(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """original: the module's own method."""
+    module: Any = original.__self__  # type: ignore[attr-defined]
+    if active_batch() is None and running_chunk() is None:
+        return original(*args, **kwargs)
+    module.attn_temperature_tuning = False
+    try:
+        return original(*args, **kwargs)
+    finally:
+        module.attn_temperature_tuning = True

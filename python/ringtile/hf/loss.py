@@ -27,7 +27,6 @@ from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences
 from ringtile.hf.model import check_training_model
 from ringtile.hf.one_process import Groups
 from ringtile.hf.patches import Patches
-from ringtile.hf.positions import pin_rope_length
 from ringtile.hf.shard import Sharding
 
 FEATURES = tuple(each.FEATURE for each in (towers, seam, recurrent, indexed, balancing_loss, adapters, latents, means))
@@ -96,7 +95,7 @@ class ShardedLoss(abc.ABC):
     def switch_model(self, wrapped: nn.Module, base: PreTrainedModel) -> None:
         """Makes a model run on shards. wrapped: the model with its adapters; base: the model inside."""
         model.switch_attention(wrapped, self.patches)
-        pin_rope_length(base, self.patches)
+        model.pin_rope_length(base, self.patches)
         run = Enabled(self.trainer, wrapped, base, self.config, self.group)
         for feature in FEATURES:
             feature.install(run, self.patches)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import accelerate
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
@@ -16,10 +17,10 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForMaskedLMLoss, ForToken
 
 from ringtile.errors import RefusedError
 from ringtile.hf import attention
+from ringtile.hf.batch import active_batch
 from ringtile.hf.families import SAMPLING, WHOLE_SEQUENCES
 from ringtile.hf.layers import RECURRENT_TYPES, indexers, known_types, mixers
 from ringtile.hf.patches import Patches
-from ringtile.hf.positions import leave_temperature
 
 _HEADS_OF_ROWS = ("ForSequenceClassification", "ForQuestionAnswering")  # how names of models end that have one
 _NOT_TEXT = ("vision", "image", "video", "audio", "speech")  # in the names of a tower's configuration
@@ -219,7 +220,7 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
     patches.on_restore(restore)
     _own_attention[model] = previous
     _set_attention(model)
-    leave_temperature(model, patches)
+    attention.leave_temperature(model, patches)
     if model.config.get_text_config()._attn_implementation != attention.NAME:
         raise RefusedError(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "
@@ -242,3 +243,38 @@ def _set_attention(model: PreTrainedModel) -> None:
     names = dict.fromkeys(model.config.sub_configs, attention.NAME) | {"": attention.NAME}
     previous = _own_attention[model]
     model.set_attn_implementation(names | {name: previous[name] for name in _tower_configs(model) & previous.keys()})
+
+
+# ---- rotary embeddings that depend on the length of a sequence ----------------------------------
+
+
+def pin_rope_length(model: PreTrainedModel, patches: Patches) -> None:
+    """Shows the largest global position to rotary embeddings whose frequencies depend on the sequence length.
+
+    "dynamic" and "longrope" read the length off their position ids, and the ids of a shard would give each rank other
+    frequencies. The largest global position is appended to the ids, and its row dropped from the result.
+    """
+    for rotary in rotary_embeddings(model):
+        if depends_on_length(rotary):
+            patches.wrap(rotary, "forward", _with_global_length)
+
+
+def depends_on_length(rotary: nn.Module) -> bool:
+    """Whether the frequencies of a rotary embedding, of all layers or of a type of layers, depend on the length."""
+    return any(kind in str(getattr(rotary, "rope_type", "")) for kind in ("dynamic", "longrope"))
+
+
+def _with_global_length(
+    original: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    batch = active_batch()
+    if batch is None:
+        cos, sin = original(x, position_ids, *args, **kwargs)
+        return cos, sin
+    last = position_ids.new_full((position_ids.size(0), 1), batch.max_position)
+    cos, sin = original(x, torch.cat([position_ids, last], dim=1), *args, **kwargs)
+    return cos[:, :-1], sin[:, :-1]
+
+
+def rotary_embeddings(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]

@@ -9,8 +9,8 @@ Shape letters: B batch, S global tokens, P padded global tokens, N local tokens,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +26,11 @@ from ringtile.hf.batch import ShardedBatch, main_input
 from ringtile.hf.features.trees import SharedRows, share, unfold
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, PADDING, REFUSED, key_of_tree
-from ringtile.hf.layers import LayerMask, layer_masks, mixers
+from ringtile.hf.layers import layer_masks, mixers
 from ringtile.hf.masks import chunks_count, mask_of_batch, read
 from ringtile.hf.model import attends_causally, drops_attention, shifts_labels, text_modules
-from ringtile.hf.packing import Packing, positions_separate
 from ringtile.hf.patches import Patches
-from ringtile.hf.positions import Positions
+from ringtile.hf.reading import Packing, Positions, Reading, positions_separate
 from ringtile.hf.trainers import shares_rows
 from ringtile.sequence.layout import PADDED_LIKE, Layout, resolved
 from ringtile.sequence.rounds import to_device
@@ -40,17 +39,6 @@ from ringtile.tiled.tiles import tile_limit
 from ringtile.transport.groups import Group, transport_of
 
 _GLOBAL = {"labels"} | DOCUMENTS - PADDING.keys()  # read from the global batch, then dropped
-
-
-class Reading(NamedTuple):
-    """How a model reads a batch."""
-
-    positions_separate: bool = True  # position ids that start again start a document
-    takes_rows: bool = False  # it takes position ids (3 or 4, B, S) too
-    causal: bool = True  # it attends no later token
-    shifts_labels: bool = True  # a token predicts the next label, not its own
-    layers: Iterable[LayerMask] = ()  # what its layers attend, whose masks torch.compile cannot make
-    besides: frozenset[str] = frozenset()  # what it takes besides text, such as images
 
 
 class Sharding:

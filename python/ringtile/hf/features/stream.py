@@ -27,14 +27,14 @@ from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, RefusedError, shown
 from ringtile.hf import attention
 from ringtile.hf.batch import CHECKPOINTING, STREAMED, active_batch, as_now
+from ringtile.hf.drawn_masks import intervals_of
 from ringtile.hf.families import CACHES, MIXERS, UNKNOWN_RECURRENCES, WHOLE_SEQUENCES
 from ringtile.hf.feature import Feature
 from ringtile.hf.group import deepspeed_shards_sequences
 from ringtile.hf.layers import mixers
-from ringtile.hf.masks import intervals_of, mask_of_batch
+from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.model import attends_causally, base_model, refuse_modules, text_modules
 from ringtile.hf.patches import Patches
-from ringtile.hf.positions import leave_temperature
 from ringtile.hf.tiled_forward import TiledForward, gather_as_one, own_forward, with_recorded
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.sharded import ShardedSequence
@@ -93,7 +93,7 @@ def _stream(model: nn.Module, stream_tokens: int, patches: Patches) -> None:
     patches.on_restore(lambda: base.set_attn_implementation(before))
     install(base, stream_tokens, patches)
     base.set_attn_implementation(NAME)
-    leave_temperature(base, patches)
+    attention.leave_temperature(base, patches)
     if base.config.get_text_config()._attn_implementation != NAME:
         raise RefusedError(f"{type(base).__name__} does not attend through transformers' AttentionInterface: {WHOLE}")
 

@@ -1,7 +1,11 @@
-"""Documents packed into a row: which models tell them apart by position ids, and what transformers alone does.
+"""How a model reads a batch: what position ids it makes itself, and which documents of a packed row it tells apart.
 
-Where transformers can keep them apart, they stay apart on the ranks that share a sequence. transformers alone does so
-under conditions: a model that makes a cache, as models of images and text do by default, does not, nor does one with
+A shard does not know its positions. Models with rotary embeddings count 0, 1, ... Those with learned or sinusoidal
+positions take ids as an argument (GPT-2, BERT), or make them for an embedding module, which ringtile then hands the
+right ones (BART). Some count otherwise: OPT the tokens of the attention mask, RoBERTa those that are not padding.
+
+Where transformers can keep documents apart, they stay apart on the ranks that share a sequence. transformers alone does
+so under conditions: a model that makes a cache, as models of images and text do by default, does not, nor does one with
 M-RoPE (Qwen2-VL, GLM-4V) that gets position ids without a row for text: there the first batch is compared with ringtile
 on one rank.
 
@@ -14,7 +18,7 @@ import ast
 import functools
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +26,105 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
+from ringtile.hf.batch import active_batch
 from ringtile.hf.families import JOIN_DOCUMENTS
+from ringtile.hf.layers import LayerMask
 from ringtile.hf.masks import positions_alone_separate, positions_restart
-from ringtile.hf.model import text_modules
+from ringtile.hf.model import rotary_embeddings, text_modules
+from ringtile.hf.patches import Patches
 
 logger = logging.getLogger("ringtile")
+
+_COUNTS_MASK = "OPTLearnedPositionalEmbedding"
+_COUNTS_IDS = "create_position_ids_from_input_ids"  # the method of RoBERTa's embeddings, and of those made after it
+
+
+class Reading(NamedTuple):
+    """How a model reads a batch."""
+
+    positions_separate: bool = True  # position ids that start again start a document
+    takes_rows: bool = False  # it takes position ids (3 or 4, B, S) too
+    causal: bool = True  # it attends no later token
+    shifts_labels: bool = True  # a token predicts the next label, not its own
+    layers: Iterable[LayerMask] = ()  # what its layers attend, whose masks torch.compile cannot make
+    besides: frozenset[str] = frozenset()  # what it takes besides text, such as images
+
+
+class Positions:
+    """How one model numbers the tokens of a batch without position ids."""
+
+    def __init__(self, model: PreTrainedModel, patches: Patches) -> None:
+        self._name = type(model).__name__
+        modules = list(model.modules())
+        rotary = bool(rotary_embeddings(model))
+        ours = type(model).__module__.startswith("transformers.models.")  # code whose ways of counting are known
+        takes_ids = "position_ids" in inspect.signature(type(model).forward).parameters
+        self._counted_inside = [
+            module
+            for module in modules
+            if ours
+            and not rotary
+            and not takes_ids
+            and isinstance(module, nn.Embedding)
+            and "position_ids" in inspect.signature(module.forward).parameters
+        ]
+        for module in self._counted_inside:
+            patches.wrap(module, "forward", _with_global_ids)
+        self._counts_mask = any(type(module).__name__ == _COUNTS_MASK for module in modules)
+        config = model.config.get_text_config()
+        rope = getattr(config, "rope_parameters", None) or {}
+        of_kinds = [rope] if "rope_type" in rope else [x for x in rope.values() if isinstance(x, dict)]  # of layers
+        unscaled = rotary and all(x.get("rope_type", "default") == "default" for x in of_kinds)
+        self._trained_on = getattr(config, "max_position_embeddings", None) if unscaled else None
+        self._counts_ids = next((module for module in modules if hasattr(module, _COUNTS_IDS)), None)
+
+    def check_largest(self, position: int) -> None:
+        """Warns once of a position that the rotary embeddings of a pretrained model have never been trained on."""
+        if self._trained_on is not None and position >= self._trained_on:
+            logger.warning(
+                f"ringtile: a batch reaches position {position}, and {self._name} was made for "
+                f"{self._trained_on} (max_position_embeddings), without scaled rotary embeddings; for a pretrained "
+                f"model, set rope_parameters in its config, such as YaRN's, before it is loaded"
+            )
+            self._trained_on = None
+
+    def of_batch(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """The ids (B, S) for a batch of a model that does not count 0, 1, ...; None: it does, or the batch has ids.
+
+        Raises RefusedError for ids that the model would ignore, and where it would need the token ids.
+        """
+        if inputs.get("position_ids") is not None:
+            if self._counted_inside:
+                raise RefusedError(
+                    f"the batch holds position_ids, which {self._name} ignores: it counts positions itself; remove "
+                    f"them, and pack no documents for this model"
+                )
+            return None
+        attention_mask, input_ids = inputs.get("attention_mask"), inputs.get("input_ids")
+        if self._counts_mask and attention_mask is not None:
+            held: Tensor = attention_mask.long()
+            return held.cumsum(dim=1) * held - 1
+        if self._counts_ids is not None:
+            if input_ids is None:
+                raise RefusedError(
+                    f"{self._name} reads its positions off input_ids, and the batch has none; add position_ids (B, S)"
+                )
+            positions: Tensor = getattr(self._counts_ids, _COUNTS_IDS)(input_ids, self._counts_ids.padding_idx)
+            return positions
+        return None
+
+
+def _with_global_ids(
+    original: Callable[..., Any], *args: Any, position_ids: Tensor | None = None, **kwargs: Any
+) -> Any:
+    batch = active_batch()
+    if batch is not None:
+        assert batch.position_ids is not None
+        position_ids = batch.position_ids[0]  # (N,), as the model passes them: all rows count alike
+    return original(*args, position_ids=position_ids, **kwargs)
+
+
+# ---- packed documents ----------------------------------------------------------------------------
 
 
 class Packing:
