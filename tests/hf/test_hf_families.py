@@ -16,7 +16,7 @@ import transformers
 from ringtile.hf import families
 from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
 from ringtile.hf.patches import Patches
-from ringtile.hf.reading import Forward, Packing, positions_separate, read_forward
+from ringtile.hf.reading import BatchReader, Forward, positions_separate, read_forward
 
 from tools.models import tiny_models
 
@@ -125,11 +125,11 @@ ROWS = {"qwen2_5_vl": (True, False), "qwen3_vl": (True, True), "glm4v": (True, F
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_text_are_read(name: str) -> None:
     model = tiny_models.tiny_model(tiny_models.tiny_config(name)).eval()
-    packing = Packing(model, causal=True, hybrid=False, is_main_process=False)
+    reader = BatchReader(model, Patches())
     counted = torch.cat([torch.arange(7), torch.arange(9)]).expand(1, 1, 16)
     for rows in (1, 3, 4):
         given = counted.expand(rows, -1, -1) if rows > 1 else counted[0]
-        assert (packing.takes_rows, packing.lacks_text_row({"position_ids": given})) == (
+        assert (reader.takes_rows, reader.lacks_text_row({"position_ids": given})) == (
             ROWS[name][0],
             ROWS[name][0] and (rows == 3 or (rows == 1 and not ROWS[name][1])),
         )

@@ -50,11 +50,23 @@ class Reading(NamedTuple):
     besides: frozenset[str] = frozenset()  # what it takes besides text, such as images
 
 
-class Positions:
-    """How one model numbers the tokens of a batch without position ids."""
+class BatchReader:
+    """What one model makes of its batches. Warns once of what is seldom wanted.
 
-    def __init__(self, model: PreTrainedModel, patches: Patches) -> None:
-        self._name = type(model).__name__
+    hybrid: whether recurrent layers must keep documents apart too; ringtile then does, whatever the model's masks know.
+    logs: whether this process warns.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, patches: Patches, *, causal: bool = True, hybrid: bool = False, logs: bool = True
+    ) -> None:
+        self._name, self._causal, self._logs = type(model).__name__, causal, logs
+        self.separate = hybrid or positions_separate(model, causal)  # documents, by position ids; None: not known
+        forwards = _forwards(model)
+        self.takes_rows = any(each.reads_text_row for each in forwards)  # position_ids (3 or 4, B, S)
+        self._makes_text_row = any(each.makes_text_row for each in forwards)
+        self._said: set[str] = set()
+        self._left_checked = False
         modules = list(model.modules())
         rotary = bool(rotary_embeddings(model))
         ours = type(model).__module__.startswith("transformers.models.")  # code whose ways of counting are known
@@ -81,18 +93,21 @@ class Positions:
     def check_largest(self, position: int) -> None:
         """Warns once of a position that the rotary embeddings of a pretrained model have never been trained on."""
         if self._trained_on is not None and position >= self._trained_on:
-            logger.warning(
+            self._say(
                 f"ringtile: a batch reaches position {position}, and {self._name} was made for "
                 f"{self._trained_on} (max_position_embeddings), without scaled rotary embeddings; for a pretrained "
                 f"model, set rope_parameters in its config, such as YaRN's, before it is loaded"
             )
             self._trained_on = None
 
-    def of_batch(self, inputs: Mapping[str, Any]) -> Tensor | None:
+    def positions(self, inputs: Mapping[str, Any]) -> Tensor | None:
         """The ids (B, S) for a batch of a model that does not count 0, 1, ...; None: it does, or the batch has ids.
 
-        Raises RefusedError for ids that the model would ignore, and where it would need the token ids.
+        Raises RefusedError for ids that the model would ignore, where it would need the token ids, and where it is not
+        known whether it tells the documents of the batch apart.
         """
+        self._check_left_padding(inputs.get("attention_mask"), inputs.get("labels"))
+        self._check_documents(inputs)
         if inputs.get("position_ids") is not None:
             if self._counted_inside:
                 raise RefusedError(
@@ -112,42 +127,6 @@ class Positions:
             positions: Tensor = getattr(self._counts_ids, _COUNTS_IDS)(input_ids, self._counts_ids.padding_idx)
             return positions
         return None
-
-
-def _with_global_ids(
-    original: Callable[..., Any], *args: Any, position_ids: Tensor | None = None, **kwargs: Any
-) -> Any:
-    batch = active_batch()
-    if batch is not None:
-        assert batch.position_ids is not None
-        position_ids = batch.position_ids[0]  # (N,), as the model passes them: all rows count alike
-    return original(*args, position_ids=position_ids, **kwargs)
-
-
-# ---- packed documents ----------------------------------------------------------------------------
-
-
-class Packing:
-    """Whether the documents of packed rows stay separate in one model; warns once where they do not.
-
-    hybrid: whether recurrent layers must keep them apart too; ringtile then does, whatever the model's masks know.
-    is_main_process: whether this process logs.
-    """
-
-    def __init__(self, model: PreTrainedModel, *, causal: bool, hybrid: bool, is_main_process: bool) -> None:
-        self._model, self._causal, self._logs = model, causal, is_main_process
-        self.separate = hybrid or positions_separate(model, causal)  # by position ids alone; None: not known
-        forwards = _forwards(model)
-        self.takes_rows = any(each.reads_text_row for each in forwards)  # position_ids (3 or 4, B, S)
-        self._makes_text_row = any(each.makes_text_row for each in forwards)
-        self._said: set[str] = set()
-        self._left_checked = False
-
-    def check(self, inputs: Mapping[str, Any]) -> None:
-        """Says what becomes of the documents of a batch that will be sharded. RefusedError: it is not known."""
-        self._check_left_padding(inputs.get("attention_mask"), inputs.get("labels"))
-        if not self.separate and positions_alone_separate(inputs):
-            self._say_joined()
 
     def _check_left_padding(self, attention_mask: Any, labels: Any) -> None:
         """Warns of targets that a token of padding predicts: what it sees is in no implementation the same."""
@@ -170,9 +149,11 @@ class Packing:
         position_ids: Tensor = inputs["position_ids"]
         return position_ids.size(0) == 3 if position_ids.dim() == 3 else not self._makes_text_row
 
-    def _say_joined(self) -> None:
-        """The documents of a row attend each other, as in one process, and that is seldom wanted."""
-        name, add = type(self._model).__name__, "add cu_seq_lens_q and cu_seq_lens_k to the batch (in transformers, "
+    def _check_documents(self, inputs: Mapping[str, Any]) -> None:
+        """Warns of documents of a row that attend each other, as in one process, which is seldom wanted."""
+        if self.separate or not positions_alone_separate(inputs):
+            return
+        name, add = self._name, "add cu_seq_lens_q and cu_seq_lens_k to the batch (in transformers, "
         add += "DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
         if self.separate is None:
             raise RefusedError(
@@ -189,6 +170,19 @@ class Packing:
         if self._logs and message not in self._said:
             self._said.add(message)
             logger.warning(message)
+
+
+def _with_global_ids(
+    original: Callable[..., Any], *args: Any, position_ids: Tensor | None = None, **kwargs: Any
+) -> Any:
+    batch = active_batch()
+    if batch is not None:
+        assert batch.position_ids is not None
+        position_ids = batch.position_ids[0]  # (N,), as the model passes them: all rows count alike
+    return original(*args, position_ids=position_ids, **kwargs)
+
+
+# ---- packed documents ----------------------------------------------------------------------------
 
 
 def positions_separate(model: PreTrainedModel, causal: bool = True) -> bool | None:

@@ -30,7 +30,7 @@ from ringtile.hf.layers import layer_masks, mixers
 from ringtile.hf.masks import chunks_count, mask_of_batch, read
 from ringtile.hf.model import attends_causally, drops_attention, shifts_labels, text_modules
 from ringtile.hf.patches import Patches
-from ringtile.hf.reading import Packing, Positions, Reading, positions_separate
+from ringtile.hf.reading import BatchReader, Reading, positions_separate
 from ringtile.hf.trainers import shares_rows
 from ringtile.sequence.layout import PADDED_LIKE, Layout, resolved
 from ringtile.sequence.rounds import to_device
@@ -54,12 +54,11 @@ class Sharding:
         # States are passed from stretch to stretch, of which a balanced layout makes many.
         self._layout = resolved(config.layout) if hybrid else config.layout
         self._shares_rows = shares_rows(trainer)
-        self._logs = trainer.args.process_index == 0
-        self._packing = Packing(base, causal=causal, hybrid=hybrid, is_main_process=self._logs)
-        self._positions = Positions(base, patches)
+        logs = trainer.args.process_index == 0
+        self._reader = BatchReader(base, patches, causal=causal, hybrid=hybrid, logs=logs)
         self.reading = Reading(
-            positions_separate=bool(self._packing.separate),
-            takes_rows=self._packing.takes_rows,
+            positions_separate=bool(self._reader.separate),
+            takes_rows=self._reader.takes_rows,
             causal=causal,
             shifts_labels=shifts_labels(base),
             layers=frozenset(layer_masks(text, causal)),
@@ -82,8 +81,7 @@ class Sharding:
         if is_tree:
             given, rows = unfold(given, given.get("position_ids"))
         else:
-            self._packing.check(on_host)
-            positions = self._positions.of_batch(on_host)
+            positions = self._reader.positions(on_host)
         shares = self._config.shared_prefix or (self._config.reproducible and self._shares_rows)
         if shares and not is_tree and not whole:
             if not self._shares_rows:
@@ -105,8 +103,7 @@ class Sharding:
             positions=positions,
             rows=rows,
         )
-        if self._logs:
-            self._positions.check_largest(batch.max_position)
+        self._reader.check_largest(batch.max_position)
         attention_mask = inputs.get("attention_mask")
         counted = None if attention_mask is None else attention_mask.ne(0)
         if whole and not is_tree and self._is_plain(inputs):
@@ -131,7 +128,7 @@ class Sharding:
     def _is_plain(self, inputs: Mapping[str, Any]) -> bool:
         """Whether transformers' own code computes in this batch what ringtile's does."""
         main = main_input((), inputs)
-        if main is None or not attends_whole(self._base) or self._packing.lacks_text_row(inputs):
+        if main is None or not attends_whole(self._base) or self._reader.lacks_text_row(inputs):
             return False
         if mixers(text_modules(self._base)) or drops_attention(self._base):
             # Recurrent layers of transformers are less exact, and join documents; no counters drop its attention.
