@@ -336,7 +336,7 @@ MUTANTS = [
     Mutant(
         "batch: nested tensors handed on whole",
         "python/ringtile/hf/shard.py",
-        "if name not in known and not _is_scalar(value):",
+        "if name not in known and not is_scalar(value):",
         "if name not in known and isinstance(value, Tensor) and value.dim() > 0:",
         "tests/hf/test_hf_inputs.py -k cannot_be_sharded",
     ),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from ringtile.hf.families import CACHES
 
 IGNORE_INDEX = -100  # transformers' label of a position without a target
@@ -52,3 +54,10 @@ SEGMENTS = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
 def key_of_tree(inputs: Mapping[str, Any]) -> str | None:
     """The key by which a batch says that its row is a tree; None: it is none."""
     return next((keys[0] for keys in (TREE, SEGMENTS) if keys[0] in inputs), None)
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a shard may get the value as it is. Nested metadata may hold tensors of the whole sequence."""
+    return (
+        value is None or isinstance(value, bool | int | float | str) or (isinstance(value, Tensor) and value.dim() == 0)
+    )

@@ -25,7 +25,7 @@ from ringtile.hf.attention import attends_whole
 from ringtile.hf.batch import ShardedBatch, main_input
 from ringtile.hf.features.trees import SharedRows, share, unfold
 from ringtile.hf.group import ContextParallelGroup
-from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, PADDING, REFUSED, key_of_tree
+from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, PADDING, REFUSED, is_scalar, key_of_tree
 from ringtile.hf.layers import layer_masks, mixers
 from ringtile.hf.masks import chunks_count, mask_of_batch, read
 from ringtile.hf.model import attends_causally, drops_attention, shifts_labels, text_modules
@@ -240,19 +240,12 @@ def _refuse(inputs: Mapping[str, Any], known: set[str]) -> None:
         if inputs.get(name):
             raise RefusedError(f"the batch sets {name}; remove it under context parallelism: {reason}")
     for name, value in inputs.items():
-        if name not in known and not _is_scalar(value):
+        if name not in known and not is_scalar(value):
             held = tuple(value.shape) if isinstance(value, Tensor) else f"({type(value).__name__})"
             raise RefusedError(
                 f"the batch holds {name} {held}, which ringtile does not know how to shard; expected "
                 f"only {', '.join(sorted(known))}: leave it out in your data collator"
             )
-
-
-def _is_scalar(value: Any) -> bool:
-    """Whether a shard may get the value as it is. Nested metadata may hold tensors of the whole sequence."""
-    return (
-        value is None or isinstance(value, bool | int | float | str) or (isinstance(value, Tensor) and value.dim() == 0)
-    )
 
 
 def _per_token(

@@ -21,7 +21,7 @@ from ringtile.hf.features import loss, mlp, norm, offload, stream, trees
 from ringtile.hf.features.callbacks import MetricsCallback
 from ringtile.hf.features.rollouts import LossOnRollouts, generates
 from ringtile.hf.first_batch import FirstBatch
-from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences, parallelism_of
+from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences
 from ringtile.hf.liger import apply_liger
 from ringtile.hf.loss import ShardedLoss
 from ringtile.hf.loss_on_sequences import LossOnSequences
@@ -125,7 +125,7 @@ def _with_size(config: Config, trainer: Trainer) -> Config:
 
     Raises ConfigError where the two differ, or accelerate's contradicts another key.
     """
-    parallelism, size = parallelism_of(trainer.accelerator), config.context_parallel_size
+    parallelism, size = trainer.accelerator.parallelism_config, config.context_parallel_size
     theirs = parallelism.cp_size if parallelism is not None and parallelism.cp_enabled else size
     if "context_parallel_size" not in config.model_fields_set:
         return Config(**config.model_dump(exclude_unset=True), context_parallel_size=theirs)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile.hf.keys import LOSS, OUTPUT
+from ringtile.hf.keys import LOSS, OUTPUT, is_scalar
 
 
 class Rows(NamedTuple):
@@ -177,11 +177,7 @@ def _has_entries(value: Any, num_entries: int) -> bool:
 
 def _is_for_all(value: Any) -> bool:
     """Whether it is a setting, the same for all images."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_for_all, value))
-    return (
-        value is None or isinstance(value, bool | int | float | str) or (isinstance(value, Tensor) and not value.dim())
-    )
+    return all(map(_is_for_all, value)) if isinstance(value, list | tuple) else is_scalar(value)
 
 
 def _patches(arguments: Mapping[str, Any], num_entries: int, config: Any) -> list[int]:
