@@ -2,12 +2,15 @@
 
 import contextlib
 import functools
+import gc
 import importlib
+import itertools
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import imports
+from accelerate.utils import imports, memory
 from hf_engines import engine as engine_arguments
 from hf_engines import full_weights
 from hf_models import tiny_model, tiny_tokenizer, with_lora
@@ -44,6 +47,10 @@ NOT_METRICS = {"loss", "grad_norm", "train_runtime", "train_tokens_per_second"}
 
 # Accelerate reads a package's metadata from its file each time it asks whether it is there: a tenth of a training.
 imports._is_package_available = functools.cache(imports._is_package_available)
+
+# It collects garbage when a training begins, a twentieth of all that the tests compute: here, in each eighth training.
+_begun = itertools.count()
+memory.gc = SimpleNamespace(collect=lambda: 0 if next(_begun) % 8 else gc.collect())
 
 
 def make_rows(num_rows: int, seed: int = 0, late_targets: bool = False) -> list[dict[str, Any]]:

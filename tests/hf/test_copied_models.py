@@ -10,7 +10,7 @@ import pytest
 import ringtile
 import torch
 from hf_models import hybrid, tiny_model
-from hf_training import make_trainer
+from hf_training import PROOF, make_trainer
 from losses import OwnLoss
 from pool import run_ranks
 from ringtile.hf.patches import Patches
@@ -47,7 +47,7 @@ MODELS = {
 def largest_differences(model: str, config: dict[str, Any], options: dict[str, Any]) -> list[float]:
     """Of a copy's logits, before and after two steps of the model, from those of a plain model with its weights."""
     trainer = make_trainer(model=MODELS[model]().train(), max_steps=2, **options)
-    ringtile.enable(trainer, config)
+    ringtile.enable(trainer, PROOF | config)
     teacher = Teacher(trainer)
     trainer.add_callback(teacher)
     trainer.train()
@@ -64,7 +64,7 @@ def largest_differences(model: str, config: dict[str, Any], options: dict[str, A
 @pytest.mark.parametrize(
     ("model", "config", "options"),
     [
-        ("llama", {"context_parallel_size": 2, **TILED}, {}),
+        ("llama", {"context_parallel_size": 2, "first_batch_check": True, **TILED}, {}),
         ("llama", {"context_parallel_size": 2}, {"trainer_class": OwnLoss}),
         ("dropout", {"context_parallel_size": 2}, {}),
         ("positions in an embedding", {"context_parallel_size": 2}, {}),

@@ -13,14 +13,14 @@ import pytest
 import ringtile
 import torch
 from hf_engines import engine
-from hf_training import make_trainer
+from hf_training import PROOF, make_trainer
 from pool import Pool, run_ranks
 from ringtile import CheckpointError, PeerLostError
 from ringtile.hf import checkpoints
 from ringtile.hf.checkpoints import MANIFEST, damage_of, find
 from transformers import TrainerCallback
 
-CONFIG = {"context_parallel_size": 2}
+CONFIG = PROOF | {"context_parallel_size": 2}
 SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 4}
 FILES = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state_1.pth")
 

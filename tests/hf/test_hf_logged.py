@@ -9,11 +9,11 @@ import pytest
 import ringtile
 import torch
 from hf_models import SIZES, tiny_model
-from hf_training import TOLERANCE, make_pairs, make_trainer
+from hf_training import PROOF, TOLERANCE, make_pairs, make_trainer
 from pool import run_ranks
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-CONFIG = {"context_parallel_size": 2}
+CONFIG = PROOF | {"context_parallel_size": 2}
 SFT, DPO, KTO, REWARD = (f"trl.{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward"))
 ORPO = "trl.experimental.orpo.ORPOTrainer"
 # Of each trainer: what its logs must hold, beside the loss, in training and evaluation.

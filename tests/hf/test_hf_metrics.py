@@ -10,7 +10,7 @@ import pytest
 import ringtile
 import torch
 import torch.distributed as dist
-from hf_training import Padded, make_trainer
+from hf_training import PROOF, Padded, make_trainer
 from pool import run_ranks
 from ringtile.first_batch.trace import running_trace
 from ringtile.hf import first_batch
@@ -151,7 +151,7 @@ def late() -> float:
     if dist.get_rank() == 1:
         trainer.model.model.layers[0].self_attn.register_forward_pre_hook(lambda *unused: time.sleep(0.2))
     trainer.add_callback(ringtile.MetricsCallback())
-    ringtile.enable(trainer, {"context_parallel_size": 2})
+    ringtile.enable(trainer, PROOF | {"context_parallel_size": 2})
     trainer.train()
     ringtile.restore(trainer)
     line = trainer.state.log_history[2]
@@ -171,7 +171,7 @@ def losses_and_keys(measured: bool) -> tuple[list[tuple[float, float]], set[str]
     trainer = make_trainer(max_steps=2)
     if measured:
         trainer.add_callback(ringtile.MetricsCallback())
-    ringtile.enable(trainer, {"context_parallel_size": 2})
+    ringtile.enable(trainer, PROOF | {"context_parallel_size": 2})
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     return [(log["loss"], log["grad_norm"]) for log in logs], {*logs[0]}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from faults.counts import Counts
 from faults.training_kills import PHASES, Trial, run
-from hf_training import make_trainer
+from hf_training import PROOF, make_trainer
 from pool import Pool, run_ranks
 from ringtile import MetricsCallback, PeerLostError, RingMismatchError, enable, restore
 from ringtile.hf import peers as hf_peers
@@ -276,7 +276,7 @@ def _timeout_of_the_world():
     trainer.add_callback(Look())
     look = trainer.callback_handler.callbacks[-1]
     look.on_step_begin()
-    enable(trainer, {"context_parallel_size": 2})
+    enable(trainer, PROOF | {"context_parallel_size": 2})
     trainer.train()
     restore(trainer)
     look.on_step_begin()
@@ -292,7 +292,7 @@ def _group_after_destroy():
     trainer = make_trainer(max_steps=1)
     before = set(distributed_c10d._world.pg_map)
     trainer.add_callback(MetricsCallback())
-    enable(trainer, {"context_parallel_size": 2})
+    enable(trainer, PROOF | {"context_parallel_size": 2})
     (group,) = map(weakref.ref, set(distributed_c10d._world.pg_map) - before)
     del before
     trainer.train()

@@ -12,12 +12,12 @@ import ringtile
 import torch
 from hf_engines import engine as engine_arguments
 from hf_models import tiny_model, with_lora
-from hf_training import TOLERANCE, Run, Stream, assert_equal_training, make_rows, make_trainer, packed, train
+from hf_training import PROOF, TOLERANCE, Run, Stream, assert_equal_training, make_rows, make_trainer, packed, train
 from pool import Pool, run_ranks
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
 
-CONFIG = {"context_parallel_size": 2}
+CONFIG = PROOF | {"context_parallel_size": 2}
 TILED = {**CONFIG, "tiled_mlp": True, "tiled_loss": True, "tile_tokens": 5}
 
 

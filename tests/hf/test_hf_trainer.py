@@ -10,12 +10,12 @@ import pytest
 import ringtile
 import torch
 from hf_models import tiny_model
-from hf_training import TOLERANCE, Padded, assert_equal_training, make_trainer, train
+from hf_training import PROOF, TOLERANCE, Padded, assert_equal_training, make_trainer, train
 from kernels_off import kernels_off
 from pool import run_ranks
 from ringtile.hf import attention, trainers
 
-CONFIG = {"context_parallel_size": 2}
+CONFIG = PROOF | {"context_parallel_size": 2}
 
 
 def _attention_kernels(config):
@@ -65,7 +65,7 @@ def _loss_of_one_batch(config, average):
 @pytest.mark.parametrize("average", [True, False])
 def test_loss_without_a_token_count_is_the_mean_over_the_batch(average):
     expected = _loss_of_one_batch(None, average)
-    losses = run_ranks(2, _loss_of_one_batch, {"context_parallel_size": 2}, average)
+    losses = run_ranks(2, _loss_of_one_batch, CONFIG, average)
     assert sum(losses) / 2 == pytest.approx(expected, rel=TOLERANCE)
 
 

@@ -13,7 +13,6 @@ from pool import run_ranks
 from ringtile.hf.trainer import first_batch_of
 from torch import nn
 from torch.nn import functional
-from transformers import Trainer
 
 OUTSIDE: list[float] = []
 COUNT = 0
@@ -27,51 +26,6 @@ class Meter:
         self.sum, self.count = 1.0, 0
 
 
-class Ema(OwnMean):
-    """The weight of a second term follows the first one, in an object."""
-
-    def after(self, loss, outputs):
-        self.meter = getattr(self, "meter", None) or Meter()
-        self.meter.sum = 0.5 * self.meter.sum + 0.5 * float(loss)
-        self.meter.count += 1
-        return loss + 0.1 * outputs.logits.square().mean() * self.meter.sum
-
-    def held(self):
-        return vars(self.meter)
-
-
-class Containers(OwnMean):
-    def after(self, loss, outputs):
-        self.queue = getattr(self, "queue", collections.deque(maxlen=3))
-        self.array = getattr(self, "array", np.zeros(2))
-        self.queue.append(float(loss))
-        self.array += float(loss)
-        OUTSIDE.append(float(loss))
-        return loss
-
-    def held(self):
-        return list(self.queue), self.array.tolist(), list(OUTSIDE)
-
-
-class Queue(Trainer):
-    """Embeddings of past batches, in a tensor of the Trainer (MoCo)."""
-
-    queue, at = None, 0
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        if self.queue is None:
-            self.queue = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
-        outputs = model(**inputs, output_hidden_states=True)
-        found = functional.normalize(outputs.hidden_states[-1].mean(1), dim=-1)
-        scores = torch.cat([(found * found.detach()).sum(1, keepdim=True), found @ self.queue.clone().T], 1)
-        self.queue[self.at : self.at + len(found)] = found.detach()
-        self.at += len(found)
-        return outputs.loss + functional.cross_entropy(scores, torch.zeros(len(found), dtype=torch.long))
-
-    def held(self):
-        return self.queue
-
-
 class Center(nn.Module):
     def __init__(self):
         super().__init__()
@@ -83,36 +37,41 @@ class Center(nn.Module):
         return loss
 
 
-class Criterion(Trainer):
-    criterion = None
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self.criterion = self.criterion or Center()
-        outputs = model(**inputs, output_hidden_states=True)
-        return outputs.loss + self.criterion(outputs.hidden_states[-1])
-
-    def held(self):
-        return self.criterion.center
-
-
-class InPlace(OwnMean):
-    """Moves the labels on and masks ids in the tensors of the batch."""
+class Writes(OwnMean):
+    """Into whatever a loss can reach: the tensors of its batch, objects, containers and a global, a tensor of the
+    Trainer (MoCo's queue of past batches), a buffer of a module, the log, and the states of generators."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels, ids = inputs["labels"], inputs["input_ids"]
         labels[:, 1:] = labels[:, :-1].clone()
         left = (ids > 4).nonzero()[::3]
         ids[left[:, 0], left[:, 1]] = 4
+        inputs["output_hidden_states"] = True
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
-
-class Logs(OwnMean):
     def after(self, loss, outputs):
+        if not hasattr(self, "meter"):
+            self.meter, self.criterion, self.last = Meter(), Center(), collections.deque(maxlen=3)
+            self.array, self.at = np.zeros(2), 0
+            self.queue = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+        self.meter.sum = 0.5 * self.meter.sum + 0.5 * float(loss)
+        self.meter.count += 1
+        self.last.append(float(loss))
+        self.array += float(loss)
+        OUTSIDE.append(float(loss))
         self.log({"term": float(outputs.logits.square().mean())})
+        hidden = outputs.hidden_states[-1]
+        found = functional.normalize(hidden.mean(1), dim=-1)
+        scores = torch.cat([(found * found.detach()).sum(1, keepdim=True), found @ self.queue.clone().T], 1)
+        self.queue[self.at : self.at + len(found)] = found.detach()
+        self.at += len(found)
+        loss = loss + 0.1 * outputs.logits.square().mean() * self.meter.sum + self.criterion(hidden)
+        loss = loss + functional.cross_entropy(scores, torch.zeros(len(found), dtype=torch.long))
         return loss * (1 + float(torch.rand(())) + np.random.rand())  # noqa: NPY002
 
-
-WRITING = (Ema, Containers, Queue, Criterion, InPlace, Logs)
+    def held(self):
+        held = [vars(self.meter), list(self.last), self.array.tolist(), list(OUTSIDE)]
+        return [*held, self.queue, self.criterion.center]
 
 
 def _left_behind(trainer, config):
@@ -141,9 +100,8 @@ def _left_behind(trainer, config):
         {k: v for k, v in line.items() if "runtime" not in k and "second" not in k}
         for line in trainer.state.log_history
     ]
-    held = getattr(trainer, "held", lambda: None)()
     drawn = torch.get_rng_state(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    return {"logs": logs, "held": held, "drawn": drawn, "weights": full_weights(trainer.model)}, calls, proof
+    return {"logs": logs, "held": trainer.held(), "drawn": drawn, "weights": full_weights(trainer.model)}, calls, proof
 
 
 def _assert_same_bits(got, expected):
@@ -159,25 +117,6 @@ def _assert_same_bits(got, expected):
             _assert_same_bits(x, y)
     else:
         assert got == expected
-
-
-def _with_and_without():
-    found = {}
-    for cls in WRITING:
-        runs = []
-        for proved in (True, False):
-            trainer = make_trainer(trainer_class=cls, learning_rate=0.1, gradient_accumulation_steps=1, max_steps=2)
-            runs.append(_left_behind(trainer, {"first_batch_check": proved}))
-        found[cls.__name__] = runs
-    return found
-
-
-def test_losses_that_write_run_once_and_train_as_without_the_check():
-    for found in run_ranks(2, _with_and_without, timeout=120.0):
-        for (proved, calls, proof), (unproved, calls_without, _) in found.values():
-            _assert_same_bits(proved, unproved)
-            assert calls == calls_without == 2  # the steps
-            assert proof.num_modules > 20
 
 
 # ---- models that write --------------------------------------------------------------------------
@@ -230,25 +169,23 @@ class Writing(nn.Module):
         return [*held, self.tensor, self.array.tolist(), self.mean, getattr(self, "made", None)]
 
 
-class HeldInModel(Trainer):
-    def held(self):
-        return self.writing.held(), list(self.seen)
-
-
-def _trained_with_a_model_that_writes(proved):
+def _trained(proved):
     Writing.of_class, ROOT["calls"] = 0, 0
     model = tiny_model().train()
     writing = model.model.layers[0].mlp = Writing(model.model.layers[0].mlp)
     seen, hook = _closure()
     model.model.layers[1].register_forward_hook(hook)
-    trainer = make_trainer(model=model, trainer_class=HeldInModel, max_steps=2, gradient_accumulation_steps=1)
-    trainer.writing, trainer.seen = writing, seen
-    return _left_behind(trainer, {"first_batch_check": proved})
+    trainer = make_trainer(
+        model=model, trainer_class=Writes, learning_rate=0.1, max_steps=2, gradient_accumulation_steps=1
+    )
+    left, calls, proof = _left_behind(trainer, {"first_batch_check": proved})
+    return left | {"of model": writing.held(), "seen": list(seen)}, calls, proof
 
 
-def test_a_model_that_writes_trains_as_without_the_check():
-    proved, unproved = (run_ranks(2, _trained_with_a_model_that_writes, proved) for proved in (True, False))
-    for (got, _, proof), (expected, _, _) in zip(proved, unproved, strict=True):
-        assert expected["held"][0][0] == 2  # it writes in every forward pass
+def test_what_writes_runs_once_and_trains_as_without_the_check():
+    proved, unproved = (run_ranks(2, _trained, proved) for proved in (True, False))
+    for (got, calls, proof), (expected, calls_without, _) in zip(proved, unproved, strict=True):
+        assert expected["of model"][0] == expected["held"][0]["count"] == 2  # each forward pass and loss writes
         _assert_same_bits(got, expected)
+        assert calls == calls_without == 2  # the steps
         assert proof.num_modules > 20

@@ -378,7 +378,7 @@ def test_a_trainer_trains_on_a_tree_where_nothing_is_sharded(family: str) -> Non
 
 def _train_and_evaluate_on_a_rank(config: dict[str, Any]) -> tuple[list[float], float]:
     trainer = make_trainer(collator=_tree, max_steps=2, learning_rate=0.0)
-    ringtile.enable(trainer, config)
+    ringtile.enable(trainer, PROOF | config)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     ringtile.restore(trainer)
