@@ -167,7 +167,7 @@ MUTANTS = [
         "python/ringtile/first_batch/reach.py",
         "if own or isinstance(content, _CODE):",
         "if isinstance(content, _CODE):",
-        "tests/hf/test_losses_that_write.py -k a_model_that_writes",
+        "tests/hf/test_losses_that_write.py -k what_writes",
     ),
     Mutant(
         "first batch: the model's calls count dropout on",

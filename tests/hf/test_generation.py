@@ -230,13 +230,9 @@ def test_rewards_may_draw() -> None:
 def _resumed(config: dict[str, Any] | None, folder: str, **options: Any) -> Any:
     if dist.is_initialized():
         folder = f"{folder}/{dist.get_world_size()}"
-    settings = {"save_strategy": "steps", "save_steps": 2, "folder": folder, **BRIEF, **options}
+    settings = {"save_strategy": "steps", "save_steps": 1, "folder": folder, **BRIEF, **options, "max_steps": 2}
     train_rollouts(config, **settings)
-    return train_rollouts(
-        config,
-        **settings,
-        resume=f"{folder}/run/checkpoint-2",
-    )
+    return train_rollouts(config, **settings, resume=f"{folder}/run/checkpoint-1")
 
 
 def test_resumes_in_the_middle(tmp_path: Any) -> None:

@@ -128,7 +128,7 @@ TRAINER = [
         "a collator that draws, evaluated first",
         {"collator": drawing_collator, "evaluate_first": True, "eval_on_start": True},
     ),
-    Cell("tiles in one process", EVERY_NUMBER, TILED | ALONE, world=1),
+    Cell("tiles in one process", {}, TILED | ALONE, world=1),
     Cell("own token average, balanced", {"average_tokens_across_devices": False}, {"layout": "balanced"}, long=True),
     Cell("RoPE that grows", {"family": "llama-dynamic", **EVERY_NUMBER}, long=True),  # test_hf_attention has logits
     Cell("a torch stream", {"stream": True, "gradient_accumulation_steps": 1}, long=True),

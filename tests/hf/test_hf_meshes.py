@@ -57,7 +57,8 @@ def _assert_equals_one_process(folder, mesh, config, rows=2, **options):
 def test_tensor_times_context_parallelism_equals_one_process(saved):
     """2 x 2 ranks: losses, norms, weights, counts, an evaluation and predictions; the first batch is proved."""
     config = {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 4, "first_batch_check": True}
-    _assert_equals_one_process(saved("llama"), TP2, config, max_steps=1)
+    steps = {"max_steps": 1, "gradient_accumulation_steps": 1, "per_device_eval_batch_size": 4}
+    _assert_equals_one_process(saved("llama"), TP2, config, **steps)
 
 
 @pytest.mark.long

@@ -161,7 +161,7 @@ class Writing(nn.Module):
         self.array += 1
         self.deep["a"][0][self._calls] = 1
         self.mean.add_(1)
-        self.made = self.generator.random()
+        self.made = self.generator.random() + float(torch.rand(()))
         return self.mlp(x)
 
     def held(self):

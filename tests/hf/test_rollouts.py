@@ -67,7 +67,9 @@ CELLS = [
     cell("two-sided clipping", delta=1.0005, off_policy_mask_threshold=1e-7, **TWICE),
     cell("unbiased KL", use_bias_correction_kl=True, **ALL),
     *(
-        cell("collectives that a subclass's module imports by name", n, long=n > 2, own_class="own_rewards", beta=0.1)
+        cell(
+            "collectives that a subclass's module imports by name", n, long=n > 2, own_class="own_rewards", max_steps=1
+        )
         for n in (2, 4)
     ),
     cell("experts", long=False, max_steps=1, **QWEN3_MOE),
@@ -82,7 +84,7 @@ CELLS = [
     cell(
         "RLOO of sequences", 4, kind="RLOO", **RLOO | {"normalize_advantages": True, "reward_clip_range": [-0.5, 0.5]}
     ),
-    cell("RLOO with LoRA", kind="RLOO", lora=True, long=False, **RLOO | {"steps_per_generation": 2, "max_steps": 3}),
+    cell("RLOO with LoRA", kind="RLOO", lora=True, long=False, **RLOO | {"steps_per_generation": 2, "max_steps": 2}),
     cell("distillation", kind="Distillation", long=False, max_steps=2),
     *(cell(f"distillation with beta {beta}", 4, kind="Distillation", beta=beta) for beta in (0.0, 0.5, 1.0)),
     cell("distillation with LoRA", 3, 3, kind="Distillation", lora=True),

@@ -158,7 +158,7 @@ def _train_pairs(config: dict[str, Any] | None, name: str) -> Any:
         ]
         more["train_dataset"] = datasets.Dataset.from_list(rows)
         options |= {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    return train(config, evaluate=False, max_steps=3, **options)
+    return train(config, evaluate=False, max_steps=2, **options)
 
 
 @pytest.mark.parametrize(
