@@ -49,6 +49,11 @@ def import_all(names: Sequence[str]) -> None:
     for name in names:
         with contextlib.suppress(ImportError):  # what is not installed is skipped by the tests of it
             importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        from transformers import conversion_mapping
+
+        # It compiles patterns for the weights of every model, which takes each process that saves or loads one 0.3 s.
+        conversion_mapping.get_checkpoint_conversion_mapping("llama")
 
 
 def run(arguments: Sequence[str]) -> int:

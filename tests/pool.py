@@ -24,17 +24,10 @@ from typing import Any
 from tools.pool import CONTEXT, GRACE_SECONDS, Pool, Result, freeze_garbage
 
 TRAINERS = [
-    *(
-        "transformers.trainer",
-        "datasets",
-        "peft",
-        "deepspeed.module_inject",
-        "torch._inductor.compile_fx",
-        "trl.trainer.sft_trainer",
-        "trl.trainer.dpo_trainer",
-        "trl.trainer.reward_trainer",
-    ),
-    "ringtile.cli.verify",
+    *("transformers.trainer", "transformers.models.llama.modeling_llama", "datasets", "peft", "torch.distributed.fsdp"),
+    *("deepspeed.module_inject", "deepspeed.runtime.zero.muon.muon_optimizer", "torch._inductor.compile_fx"),
+    *(f"trl.trainer.{kind}_trainer" for kind in ("sft", "dpo", "reward", "grpo")),
+    *("hypothesis.strategies", "ringtile.cli.verify", "ringtile.torch_context_parallel.context"),
 ]
 
 

@@ -29,7 +29,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "python/ringtile/torch_context_parallel": (12, 2175),
     "python/ringtile/transport": (8, 1971),
     "tools": (28, 3760),
-    "tests": (9, 1150),
+    "tests": (9, 1149),
     "tests/bench": (4, 680),
     "tests/attn": (26, 5753),
     "tests/c": (32, 7429),
@@ -37,7 +37,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/cli": (12, 2025),
     "tests/emulator": (27, 4647),
     "tests/gpu": (10, 1533),
-    "tests/hf": (68, 13786),
+    "tests/hf": (68, 13731),
     "tests/package": (8, 1850),
     "tests/planner": (4, 1125),
     "tests/recurrent": (8, 2240),
@@ -45,7 +45,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/stream": (5, 1238),
     "tests/tiled": (9, 2340),
     "tests/tools": (2, 298),
-    "tests/torch_cp": (14, 3405),
+    "tests/torch_cp": (14, 3404),
     "tests/transport": (9, 1923),
 }
 

@@ -255,9 +255,9 @@ def whole(x: Any) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def engine_is_exact(engine: str, checkpointed: bool, cp: int) -> None:
-    """Each of the groups of cp ranks has rows of its own; the loss is the mean over the groups."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // cp, cp), mesh_dim_names=("dp", "cp"))
+def engine_is_exact(engine: str, checkpointed: bool) -> None:
+    """Each of the groups of two ranks has rows of its own; the loss is the mean over the groups."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "cp"))
     rows = [Rows(ids(3, 29) + group, PADDED, scattered()) for group in range(mesh.size(0))]
     model: Any = tiny_model("llama").double().train()
     params = list(model.parameters())
@@ -284,19 +284,15 @@ def engine_is_exact(engine: str, checkpointed: bool, cp: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "checkpointed"),
+    ("engine", "checkpointed", "world_size"),
     [
-        *(("DDP", True), ("FSDP2 with a group for the head", False)),
-        *(pytest.param(engine, False, marks=pytest.mark.long) for engine in ("none", "DDP", "FSDP2")),
+        *(("DDP", True, 2), ("FSDP2", True, 4), ("FSDP2 with a group for the head", False, 2)),
+        *(pytest.param(name, False, 2, marks=pytest.mark.long) for name in ("none", "DDP", "FSDP2")),
+        pytest.param("DDP", False, 4, marks=pytest.mark.long),
     ],
 )
-def test_engines_take_the_mean(engine: str, checkpointed: bool) -> None:
-    run_ranks(2, engine_is_exact, engine, checkpointed, 2)
-
-
-@pytest.mark.parametrize("engine", [pytest.param("DDP", marks=pytest.mark.long), "FSDP2"])
-def test_two_groups_of_two_ranks(engine: str) -> None:
-    run_ranks(4, engine_is_exact, engine, True, 2)
+def test_engines_take_the_mean(engine: str, checkpointed: bool, world_size: int) -> None:
+    run_ranks(world_size, engine_is_exact, engine, checkpointed)
 
 
 def compiled_layers_are_exact() -> None:
