@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._pytree import tree_iter
 
 _CPU = torch.device("cpu")
@@ -18,7 +19,6 @@ _NOTHING, _FIRST, _NEW, _VIEW = "None", "the first argument", "a new tensor", "a
 
 class _Answer(NamedTuple):
     kind: str
-    attributes: Any = None  # of a new fake tensor, but its mode
     shape: Any = None
     stride: Any = None
     offset: Any = None
@@ -36,7 +36,7 @@ class Memo:
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """func(*args, **kwargs) under a fake mode."""
-        key: list[Any] = [func]
+        key: list[Any] = [func, torch.get_default_dtype()]
         if not (_add(key, args) and (not kwargs or _add(key, tuple(kwargs.items())))):
             return func(*args, **kwargs)
         place = tuple(key)
@@ -73,7 +73,7 @@ def _answer_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], 
     """None: the op runs each time, since its answer may depend on other things or is of another kind."""
     given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
     # The fake mode makes one fake tensor of each real one; ringtile's ops return none of these.
-    if not given or (func.namespace != "ringtile" and not all(isinstance(x, FakeTensor) for x in given)):
+    if func.namespace != "ringtile" and not all(isinstance(x, FakeTensor) for x in given):
         return None
     if func.namespace not in ("aten", "ringtile") or _BY_VALUES & set(func.tags):
         return None
@@ -91,17 +91,14 @@ def _answer_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], 
         if first.untyped_storage()._cdata != storage._cdata or first.dtype != out.dtype:
             return None
         kind = _VIEW
-    attributes = vars(FakeTensor(out.fake_mode, torch.empty(0, device="meta"), _CPU))
-    del attributes["fake_mode"]
-    answer = _Answer(kind, attributes, out.shape, out.stride(), out.storage_offset(), out.dtype)
-    made = _made(answer, args)
-    assert made is not None
+    answer = _Answer(kind, out.shape, out.stride(), out.storage_offset(), out.dtype)
+    made: Any = _made(answer, args)
     return answer if made.untyped_storage().nbytes() == storage.nbytes() else None
 
 
 def _made(answer: _Answer, args: tuple[Any, ...]) -> Tensor | None:
-    kind, attributes, shape, stride, offset, dtype = answer
-    if attributes is None:
+    kind, shape, stride, offset, dtype = answer
+    if kind is _NOTHING or kind is _FIRST:
         return None if kind is _NOTHING else args[0]
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with in_kernel_invocation_manager(mode):
@@ -111,5 +108,13 @@ def _made(answer: _Answer, args: tuple[Any, ...]) -> Tensor | None:
             made = args[0].as_strided(shape, stride, offset)
     # As FakeTensor's own constructor, whose checks take longer than all else here.
     fake = Tensor._make_subclass(FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=_CPU)
-    fake.__dict__.update(attributes, fake_mode=mode)
+    fake.__dict__.update(_attributes(), fake_mode=mode)
     return fake
+
+
+@functools.cache
+def _attributes() -> dict[str, Any]:
+    """Of any new fake tensor, but its mode."""
+    with FakeTensorMode():
+        attributes = vars(torch.empty(0))
+    return {name: value for name, value in attributes.items() if name != "fake_mode"}

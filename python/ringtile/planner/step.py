@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -143,8 +142,6 @@ class TrainingStep:
         for name in ("_engine", "_model", "_reference", "_offload", "_batch", "_images"):
             vars(self).pop(name, None)
         _steps.clear()
-        if self.setup.engine == "fsdp2":
-            gc.collect()  # its modules, in cycles, before their ranks are gone
         self._stack.close()
 
     def _make_model(self) -> PreTrainedModel:
@@ -204,6 +201,7 @@ class TrainingStep:
         if setup.gradient_checkpointing and not by_engine:
             getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": False, "preserve_rng_state": False})
         self._engine = make_engine(setup, model, self._live)
+        self._fake.cache_enabled = False  # from here on a Memo remembers, for less
         with self._live:
             for buffer in model.buffers():
                 self._live.count(buffer, "buffers")
