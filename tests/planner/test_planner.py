@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -50,6 +51,34 @@ def planned(seq_len: int, setup: Setup) -> StepMemory:
         return step.run(seq_len)
 
 
+@contextlib.contextmanager
+def saving(*known: Any) -> Iterator[dict[int, tuple[int, Tensor]]]:
+    """Inside, the bytes of each storage that autograd saves, once, and who holds it; but for those of some tensors."""
+    pointers = {x.untyped_storage().data_ptr() for x in known if isinstance(x, Tensor)}
+    found: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in pointers:
+            found.setdefault(storage.data_ptr(), (storage.nbytes(), x))
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        yield found
+
+
+def planned_between_passes(step: TrainingStep, seq_len: int) -> tuple[int, StepMemory]:
+    """The bytes that live after the forward but for weights, and the step."""
+    between: list[int] = []
+
+    def look() -> None:
+        between.append(sum(step._live.parts[name] for name in ("activations", "attention", "logits")))
+
+    with mock.patch.object(step._engine, "before_backward", look):
+        memory = step.run(seq_len)
+    return between[0], memory
+
+
 # ---- sizes --------------------------------------------------------------------------------------
 
 
@@ -90,38 +119,18 @@ def test_parameters_and_state_are_those_of_the_real_model(model_type: str) -> No
 
 
 @pytest.mark.parametrize(("model_type", "lora_rank"), [*((name, 0) for name in _TYPES), ("llama", 4)])
-def test_activations_are_what_autograd_really_saves(
-    model_type: str, lora_rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_are_what_autograd_really_saves(model_type: str, lora_rank: int) -> None:
     """Between the passes, to the byte, live the storages that a real forward saves, each once, and the loss."""
     config, seq_len = config_of(model_type, num_hidden_layers=1), 48
     real = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").train()
     if lora_rank:
         real = get_peft_model(real, LoraConfig(r=lora_rank, target_modules="all-linear"))
     ids = torch.randint(V, (1, seq_len))
-    kept = {parameter.untyped_storage().data_ptr() for parameter in real.parameters()} | {
-        ids.untyped_storage().data_ptr()
-    }
-    saved: dict[int, tuple[int, Tensor]] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        saved.setdefault(storage.data_ptr(), (storage.nbytes(), x))
-        return x
-
-    with saved_tensors_hooks(pack, lambda x: x):
+    with saving(*real.parameters(), ids) as saved:
         loss = real(input_ids=ids, labels=ids, use_cache=False).loss
-    expected = sum(num_bytes for pointer, (num_bytes, _) in saved.items() if pointer not in kept)
-    between: list[int] = []
+    expected = sum(num_bytes for num_bytes, _ in saved.values()) + loss.nbytes
     with TrainingStep(Setup(config, lora_rank=lora_rank)) as step:
-
-        def look() -> None:
-            parts = step._live.parts
-            between.append(sum(parts[name] for name in ("activations", "attention", "logits")))
-
-        monkeypatch.setattr(step._engine, "before_backward", look)
-        step.run(seq_len)
-    assert between == [expected + loss.nbytes]
+        assert planned_between_passes(step, seq_len)[0] == expected
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
@@ -219,14 +228,14 @@ def test_streamed_layers_over_ranks_hold_attention_of_all_tokens_and_no_hidden_s
     for on in (False, True):
         setup = Setup(config_of(), devices=2, ringtile=config.model_copy(update={"activation_offloading": on}))
         with TrainingStep(setup) as step:
-            found, longer = step.run(2048), step.run(4096)
-        slopes.append((longer.total - found.total) / 1024)
+            found, longer = step.run(512), step.run(1024)
+        slopes.append((longer.total - found.total) / 256)
     attention = 2 * 4 * 4 * 32 if scheme == "ring" else 2 * 4 * (4 * 64 + 2 * 4 * 32)
     assert slopes[1] <= attention + 4 * (8 + 4 + 4) + 4 * 2 * 16 + 9 * 8
     assert slopes[0] >= slopes[1] + 2 * 4 * E  # a layer's input and its gradient
     assert len(found.attention) == 2 * LAYERS  # once in the forward, once more in the backward
     # Of each layer an end, of the last dout and dx; of attention out and dout, and in a ring q, dq and its sums.
-    assert found.host_bytes == (LAYERS + (7 if scheme == "ring" else 4)) * 1024 * E * 4
+    assert found.host_bytes == (LAYERS + (7 if scheme == "ring" else 4)) * 256 * E * 4
 
 
 def test_a_step_leaves_nothing_behind() -> None:
@@ -497,8 +506,9 @@ def test_model_of_too_many_modules_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_plan_of_a_model_is_printed_drawn_and_written(
-    folder: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    folder: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ringtile.planner.advice._STEPS", 1)
     picture, written = tmp_path / "plan.png", tmp_path / "plan.json"
     sizes = ["--seq-len", "1K", "--devices", "2", "--memory", "64MiB", "--device", "cpu", "--rates", "1e9,1e9"]
     files = ["--plot", str(picture), "--json", str(written)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
@@ -25,9 +26,10 @@ S, C = 96, 40  # of a row; 56 are its prompt
 FLOAT = 4
 
 
-def step_of(rows: int, *, reference: bool = False, seq_len: int = S, keys: Any = None, **more: Any) -> StepMemory:
-    setup = Setup(config_of(**(keys or {})), grpo=Grpo(C, rows, reference), **more)
-    return planned(seq_len, setup)
+@functools.cache
+def step_of(rows: int, ranks: int = 1, *, reference: bool = False, **more: Any) -> StepMemory:
+    config = Config(context_parallel_size=ranks)
+    return planned(S, Setup(config_of(), ranks, ringtile=config, grpo=Grpo(C, rows, reference), **more))
 
 
 # ---- generation -----------------------------------------------------------------------------------
@@ -37,12 +39,13 @@ def step_of(rows: int, *, reference: bool = False, seq_len: int = S, keys: Any =
 def test_each_rank_keeps_keys_and_values_of_its_rows(rows: int, ranks: int, of_rank: int) -> None:
     """Two numbers a layer, row, kv head, token and dimension, and of whole rows: the last token is never read. The keys
     or values of one layer are there twice while they grow, which is the peak in some releases of transformers."""
-    memory = step_of(rows, devices=ranks, ringtile=Config(context_parallel_size=ranks))
+    memory = step_of(rows, ranks)
     token = of_rank * HEADS * D * FLOAT
     held = 2 * LAYERS * token * (S - 1)
     assert memory.phases["decode"]["kv cache"] in (held, held + token * (S - 2))
     assert memory.phases["prefill"]["kv cache"] == 2 * LAYERS * of_rank * HEADS * (S - C) * D * FLOAT
     assert memory.phases["train"]["kv cache"] == memory.phases["log-probs"]["kv cache"] == 0
+    assert all(parts["reference"] == 0 for parts in memory.phases.values())
 
 
 @pytest.mark.parametrize("keys", [{}, {"model_type": "mistral", "sliding_window": 24}])
@@ -75,13 +78,12 @@ def last_cache(step: TrainingStep) -> list[Any]:
 
 
 def test_rows_that_are_generated_elsewhere_take_nothing() -> None:
-    memory = step_of(0)
-    assert list(memory.phases) == ["log-probs", "train"]
-    assert list(step_of(1).phases) == ["prefill", "decode", "log-probs", "train"]
+    assert list(step_of(0).phases) == ["log-probs", "train"]
+    assert list(step_of(4).phases) == ["prefill", "decode", "log-probs", "train"]
 
 
 def test_gradient_checkpointing_leaves_the_cache() -> None:
-    plain, saving = (step_of(2, gradient_checkpointing=is_on) for is_on in (False, True))
+    plain, saving = step_of(4), step_of(4, gradient_checkpointing=True)
     assert saving.phases["decode"] == plain.phases["decode"]
     assert saving.phases["train"]["activations"] < plain.phases["train"]["activations"]
 
@@ -92,12 +94,10 @@ def test_gradient_checkpointing_leaves_the_cache() -> None:
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "fsdp2"])
 def test_reference_is_a_second_model(engine: str) -> None:
     """Whole on each rank, as TRL prepares it; under FSDP2 it is sharded, and gathered as a whole for its log-probs."""
-    ranks = {"devices": 4, "engine": engine, "ringtile": Config(context_parallel_size=4)}
-    without, memory = (step_of(4, reference=has, **ranks) for has in (False, True))
+    memory = step_of(4, 4, reference=True, engine=engine)
     num_bytes = sum(p.nbytes for p in AutoModelForCausalLM.from_config(config_of(), dtype=torch.float32).parameters())
     for phase, parts in memory.phases.items():
         assert parts["reference"] == pytest.approx(num_bytes / (4 if engine == "fsdp2" else 1), rel=1e-3), phase
-        assert without.phases[phase]["reference"] == 0
     if engine == "fsdp2":
         assert memory.phases["log-probs"]["engine"] >= num_bytes
 
@@ -113,8 +113,8 @@ def test_logits_never_exist_whole(on_gpu: bool, tiles: float) -> None:
     """TRL's tile has 4096 tokens and 32768 classes. Its backward in torch operations, on a CPU, holds eight more, and
     a mask of a quarter. The gradient of the output weight is summed in float32, and cast."""
     seq_len, vocab_size = 2**14, 2**17
-    keys = {"vocab_size": vocab_size, "num_hidden_layers": 1}
-    memory = step_of(0, seq_len=seq_len, keys=keys, on_gpu=on_gpu, gradient_checkpointing=True)
+    config = config_of(vocab_size=vocab_size, num_hidden_layers=1)
+    memory = planned(seq_len, Setup(config, grpo=Grpo(C, 0), on_gpu=on_gpu, gradient_checkpointing=True))
     tile, weight = 4096 * 2**15 * FLOAT, vocab_size * E * FLOAT
     for phase, parts in memory.phases.items():
         held = parts["activations"] + parts["logits"]
@@ -122,7 +122,7 @@ def test_logits_never_exist_whole(on_gpu: bool, tiles: float) -> None:
 
 
 def test_the_largest_phase_is_the_peak() -> None:
-    for rows, phase in ((2, "train"), (2000, "prefill")):
+    for rows, phase in ((4, "train"), (2000, "prefill")):
         memory = step_of(rows)
         assert memory.phase == phase
         assert memory.total == max(sum(parts.values()) for parts in memory.phases.values())
@@ -130,7 +130,8 @@ def test_the_largest_phase_is_the_peak() -> None:
 
 
 def test_a_step_after_another_is_the_same() -> None:
-    with TrainingStep(Setup(config_of(), devices=2, engine="fsdp2", grpo=Grpo(C, 4, True))) as step:
+    config = config_of(num_hidden_layers=1)
+    with TrainingStep(Setup(config, devices=2, engine="fsdp2", grpo=Grpo(C, 4, True))) as step:
         first, second, third = step.run(S), step.run(2 * S), step.run(S)
     assert first.phases == third.phases
     assert second.total > first.total
@@ -146,7 +147,7 @@ def test_a_training_has_one_phase() -> None:
 
 def test_zero3_is_refused_by_name() -> None:
     with pytest.raises(RefusedError, match="not planned under zero3: TRL gathers all weights to generate"):
-        step_of(2, devices=2, engine="zero3", ringtile=Config(context_parallel_size=2))
+        step_of(2, 2, engine="zero3")
 
 
 def test_another_trl_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +190,9 @@ def test_missing_trl_is_named(folder: str, capsys: pytest.CaptureFixture[str], m
 
 
 def test_phases_are_printed_drawn_and_written(
-    folder: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    folder: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ringtile.planner.advice._STEPS", 1)
     picture, written = tmp_path / "plan.png", tmp_path / "plan.json"
     options = ["--seq-len", "1K", "--completion-tokens", "256", "--generation-rows", "4", "--reference-model"]
     options += ["--devices", "2", "--memory", "1GiB", "--no-switches", "--plot", str(picture), "--json", str(written)]

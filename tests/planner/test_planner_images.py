@@ -105,7 +105,7 @@ def test_images_that_cannot_be_planned_are_refused(
 def test_plan_prints_the_tower(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     image_model("qwen3_vl").config.save_pretrained(tmp_path)
     report = tmp_path / "report.json"
-    options = ["--images=4", "--image-size=32x64", "--devices=2", "--memory=1GiB", "--no-switches"]
+    options = ["--images=4", "--image-size=32x64", "--devices=2", "--no-switches"]
     assert main(["plan", f"--model={tmp_path}", "--seq-len=64", *options, f"--json={report}"]) == 0
     printed = capsys.readouterr().out
     assert (

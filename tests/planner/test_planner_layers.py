@@ -27,10 +27,9 @@ from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.tiles import tiles
 from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld
-from test_planner import E, V, config_of, planned
+from test_planner import E, V, config_of, planned, planned_between_passes, saving
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
 
 from tools.models.tiny_models import tiny_config, tiny_model
@@ -165,38 +164,23 @@ _MORE = ("mamba", "lfm2", "olmo_hybrid", "falcon_h1", "zamba2", "qwen3_5_text")
 
 
 @pytest.mark.parametrize("model_type", ["bamba", *(pytest.param(name, marks=pytest.mark.long) for name in _MORE)])
-def test_recurrent_layers_save_what_autograd_really_saves(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrent_layers_save_what_autograd_really_saves(model_type: str) -> None:
     """To the byte, as ringtile's own recurrences compute on one rank; documents are numbered in int32, not counted."""
     config, seq_len = tiny_config(model_type), 130
     real = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     ids = torch.randint(3, config.vocab_size, (1, seq_len))
-    kept = {x.untyped_storage().data_ptr() for x in (*real.parameters(), *real.buffers(), ids)}
     sequence = ShardedSequence.of(IntervalMask.causal(seq_len), Layout.contiguous(seq_len, 1), None)
     batch = ShardedBatch(sequence, seq_len, seq_len, None, torch.arange(seq_len))
-    patches, saved = Patches(), dict[int, tuple[int, Tensor]]()
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if x.dtype != torch.int32 and storage.data_ptr() not in kept:
-            saved.setdefault(storage.data_ptr(), (storage.nbytes(), x))
-        return x
-
+    patches = Patches()
     try:
         recurrent.install(real, patches)
-        with active(batch), saved_tensors_hooks(pack, lambda x: x):
+        with active(batch), saving(*real.parameters(), *real.buffers(), ids) as saved:
             loss = real(input_ids=ids, labels=ids, use_cache=False).loss
     finally:
         patches.restore()
-    between: list[int] = []
+    expected = sum(num_bytes for num_bytes, x in saved.values() if x.dtype != torch.int32) + loss.nbytes
     with TrainingStep(Setup(config)) as step:
-
-        def look() -> None:
-            parts = step._live.parts
-            between.append(sum(parts[name] for name in ("activations", "attention", "logits")))
-
-        monkeypatch.setattr(step._engine, "before_backward", look)
-        step.run(seq_len)
-    assert between == [sum(num_bytes for num_bytes, _ in saved.values()) + loss.nbytes]
+        assert planned_between_passes(step, seq_len)[0] == expected
 
 
 @pytest.mark.parametrize("scheme", ["ring", "ulysses"])
@@ -212,7 +196,7 @@ def test_recurrent_layers_over_ranks_hold_their_tokens_only(scheme: str) -> None
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.long)])
-def test_layers_that_choose_keys_save_what_a_rank_really_saves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_choose_keys_save_what_a_rank_really_saves(name: str) -> None:
     """To the byte, indices in int32 and latents among them."""
     config, seq_len = tiny_config(name), 256
     config.mlp_layer_types = ["dense"] * config.num_hidden_layers  # what a router saves is another matter
@@ -220,34 +204,20 @@ def test_layers_that_choose_keys_save_what_a_rank_really_saves(name: str, monkey
     model.switch_attention(real, Patches())
 
     def rank(group: LoopbackGroup) -> int:
-        own, patches, saved = copy.deepcopy(real), Patches(), dict[int, tuple[int, Tensor]]()
+        own, patches = copy.deepcopy(real), Patches()
         indexed.install(own, patches)
         latents.install(own, patches)
         inputs = {"input_ids": ids, "labels": ids}
         local, batch = shard_batch(inputs, Reading(positions_separate=True), layout="zigzag", group=group)
-        given = (x for x in (*own.parameters(), *own.buffers(), *local.values()) if isinstance(x, Tensor))
-        kept = {x.untyped_storage().data_ptr() for x in given}
-
-        def pack(x: Tensor) -> Tensor:
-            storage = x.untyped_storage()
-            if storage.data_ptr() not in kept:
-                saved.setdefault(storage.data_ptr(), (storage.nbytes(), x))
-            return x
-
-        with active(batch), saved_tensors_hooks(pack, lambda x: x):
+        with active(batch), saving(*own.parameters(), *own.buffers(), *local.values()) as saved:
             loss = own(**local).loss
         return sum(num_bytes for num_bytes, _ in saved.values()) + int(loss.nbytes)
 
-    expected, between = LoopbackWorld(2).run(rank)[0], list[int]()
+    expected = LoopbackWorld(2).run(rank)[0]
     with TrainingStep(Setup(config, devices=2, ringtile=Config(context_parallel_size=2, layout="zigzag"))) as step:
-
-        def look() -> None:
-            parts = step._live.parts
-            between.append(sum(parts[name] for name in ("activations", "attention", "logits")))
-
-        monkeypatch.setattr(step._engine, "before_backward", look)
-        calls = step.run(seq_len).attention
-    assert between == [expected]
+        between, memory = planned_between_passes(step, seq_len)
+    assert between == expected
+    calls = memory.attention
     assert {(call.num_indices, call.shape.latent_dim) for call in calls} == {(6, 20)}
 
 
