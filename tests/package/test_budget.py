@@ -40,7 +40,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/hf": (68, 13731),
     "tests/package": (8, 1850),
     "tests/planner": (4, 1114),
-    "tests/recurrent": (8, 2240),
+    "tests/recurrent": (8, 2028),
     "tests/sequence": (8, 1749),
     "tests/stream": (5, 1237),
     "tests/tiled": (9, 2340),

@@ -16,13 +16,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import ringtile
 import scan_oracle
 import torch
-from ringtile import IntervalMask, Layout, LoopbackWorld, RefusedError, ShardedSequence, self_test
+from ringtile import IntervalMask, Layout, RefusedError, self_test
 from ringtile.recurrent import choose, fla
+from scan_oracle import PARAMETERS, Layer, Tensors, layer, problem, seq_idx_of
 from torch import Tensor
-from torch.nn import functional
 
 if importlib.util.find_spec("fla") is None:
     pytest.skip("flash-linear-attention is not installed", allow_module_level=True)
@@ -31,10 +30,8 @@ if torch.cuda.is_available() or "triton" in sys.modules:
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["FLA_DISABLE_TENSOR_CACHE"] = "1"  # which threads would share
 
-Tensors = dict[str, Tensor]
-B, K, V, C, W = 2, 16, 8, 12, 4
-KINDS = {"delta": "gated_delta_rule", "kda": "gated_delta_rule", "ssd": "ssd", "convolution": "causal_conv1d"}
-OPTIONS: dict[str, dict[str, Any]] = {"convolution": {"activation": "silu"}, "ssd": {}}
+B, K, V, C, N = 2, 16, 8, 12, 80
+KINDS = ("delta", "kda", "ssd", "convolution")
 BOUND = {torch.float32: 2e-6, torch.float16: 1e-3}
 
 
@@ -76,53 +73,25 @@ def interpreter() -> Iterator[None]:
         yield
 
 
-def tensors_of(kind: str, num_tokens: int, dtype: torch.dtype, batch: int = B, groups: int = 1) -> Tensors:
+def layer_of(kind: str, groups: int = 1) -> Layer:
     """Heads by two share those of q and k, or B and C."""
-    generator, heads = torch.Generator().manual_seed(num_tokens), 2 * groups
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(batch, *shape, generator=generator, dtype=torch.float64)
-
-    if kind == "convolution":
-        found = {"x": normal(num_tokens, C), "weight": normal(C, W)[0], "bias": normal(C)[0]}
-        found["initial_state"] = normal(W - 1, C)
-    elif kind == "ssd":
-        found = {
-            "x": normal(num_tokens, heads, V),
-            "dt": normal(num_tokens, heads).sigmoid(),
-            "A": -normal(heads)[0].abs(),
-        }
-        found |= {"B": normal(num_tokens, groups, K) / 4, "C": normal(num_tokens, groups, K), "D": normal(heads)[0]}
-        found["initial_state"] = normal(heads, V, K)
-    else:
-        found = {"q": normal(num_tokens, groups, K), "k": functional.normalize(normal(num_tokens, groups, K), dim=-1)}
-        found |= {"v": normal(num_tokens, heads, V), "beta": normal(num_tokens, heads).sigmoid()}
-        found["g"] = -normal(num_tokens, heads, *([K] if kind == "kda" else [])).abs() / 2
-        found["initial_state"] = normal(heads, K, V)
-    wide = ("dt", "A", "D", "g", "beta", "weight", "bias")
-    wide += () if kind == "convolution" else ("initial_state",)
-    return {name: x.to(torch.float32 if name in wide else dtype) for name, x in found.items()}
+    return layer(kind, 2 * groups, groups, K, V, C, scale=0.7)
 
 
-def seq_idx_of(*rows: tuple[set[int], set[int]], num_tokens: int) -> Tensor:
-    """Of each row, where documents begin, and which tokens are padding."""
-    return torch.tensor(
-        [[-1 if t in padding else sum(b <= t for b in begins) for t in range(num_tokens)] for begins, padding in rows],
-        dtype=torch.int32,
-    )
+def in_dtype(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    wide = ("g", "beta", "dt", *PARAMETERS)
+    return {name: x.to(torch.float32 if name in wide else dtype) for name, x in tensors.items()}
+
+
+def tensors_of(kind: str, num_tokens: int, dtype: torch.dtype) -> Tensors:
+    of = layer_of(kind)
+    state = torch.randn(B, *of.state, generator=torch.Generator().manual_seed(1))
+    initial_state = state.to(dtype if kind == "convolution" else torch.float32)
+    return in_dtype(problem(of, B, num_tokens), dtype) | {"initial_state": initial_state}
 
 
 def results(module: object, kind: str, tensors: Tensors, seq_idx: Tensor) -> Tensors:
-    """The output, the final state, and the gradients of a random function of both."""
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
-    given: dict[str, Any] = {"initial_state": None} | leaves
-    out, final = getattr(module, KINDS[kind])(**given, seq_idx=seq_idx, **OPTIONS.get(kind, {"scale": 0.7}))
-    generator = torch.Generator().manual_seed(0)
-    slopes = [torch.randint(-8, 9, x.shape, generator=generator).double() / 8 for x in (out, final)]
-    known = [(x, slope.to(x)) for x, slope in zip((out, final), slopes, strict=True) if x.requires_grad]
-    outputs, incoming = zip(*known, strict=True) if known else ((), ())  # padding has no graph
-    gradients = torch.autograd.grad(outputs, list(leaves.values()), incoming, allow_unused=True, materialize_grads=True)
-    return {"out": out.detach(), "final": final.detach(), **dict(zip(leaves, gradients, strict=True))}
+    return scan_oracle.results(layer_of(kind), module, tensors, seq_idx)
 
 
 def assert_near(got: Tensors, want: Tensors, dtype: torch.dtype, sizes: dict[str, float] | None = None) -> None:
@@ -141,7 +110,6 @@ def size_of_terms(exact: Tensors, seq_idx: Tensor) -> dict[str, float]:
     return {"A": float(results(scan_oracle, "ssd", of_tokens, seq_idx)["A"].abs().sum((0, 1)).norm())}
 
 
-N = 80
 PLACES = {
     "from a state": seq_idx_of((set(), set()), num_tokens=N),
     "documents": seq_idx_of(({0, 1, 66}, set()), ({2}, set()), num_tokens=N),
@@ -183,9 +151,6 @@ def test_padding_only(kind: str) -> None:
 
 # ---- over ranks ---------------------------------------------------------------------------------
 
-PUBLIC = {"delta": ringtile.gated_delta_rule, "kda": ringtile.gated_delta_rule, "ssd": ringtile.ssd}
-PUBLIC["convolution"] = ringtile.causal_conv1d
-PARAMETERS = ("A", "D", "weight", "bias")
 RANKS = [(kind, size, "states") for kind in ("delta", "ssd", "convolution") for size in (1, 2, 3)]
 RANKS += [("delta", 2, "heads"), ("ssd", 2, "heads")]
 LONG_RANKS = [pytest.param("kda", 2, "states", marks=pytest.mark.long)]  # a minute in the interpreter
@@ -194,40 +159,19 @@ LONG_RANKS = [pytest.param("kda", 2, "states", marks=pytest.mark.long)]  # a min
 @pytest.mark.parametrize(("kind", "world_size", "scheme"), [*RANKS, *LONG_RANKS])
 def test_packed_documents_over_ranks(kind: str, world_size: int, scheme: str) -> None:
     """States, and their gradients, travel between ranks in documents that are cut."""
-    lengths, num_tokens = [7, 33, 8], 48
-    tensors = tensors_of(kind, num_tokens, torch.float32, batch=1, groups=1 if kind == "kda" else 2)
-    del tensors["initial_state"]
-    mask, layout = IntervalMask.documents([lengths]), Layout.zigzag(num_tokens, world_size)
-    options = dict(OPTIONS.get(kind, {"scale": 0.7})) | ({} if kind == "convolution" else {"scheme": scheme})
+    import test_recurrent_ranks as ranks  # which imports Triton, where it is installed
+
+    lengths, of = [7, 33, 8], layer_of(kind, groups=1 if kind == "kda" else 2)
+    of = of if kind == "convolution" else of._replace(of_ranks={"scheme": scheme})
+    tensors = in_dtype(problem(of, 1, 48), torch.float32)
+    mask, layout = IntervalMask.documents([lengths]), Layout.zigzag(48, world_size)
     generator = torch.Generator().manual_seed(0)
-    of_out = tensors["v" if "v" in tensors else "x"].shape
-    dout = torch.randint(-8, 9, of_out, generator=generator).float() / 8
-
-    def rank(group: Any) -> tuple[Tensor, Tensors]:
-        sequence = ShardedSequence(mask, layout, group)
-        local = {
-            name: (x.clone() if name in PARAMETERS else sequence.shard(x, 1)).detach().requires_grad_()
-            for name, x in tensors.items()
-        }
-        out = PUBLIC[kind](**local, sequence=sequence, **options)
-        out.backward(sequence.shard(dout, 1))
-        return out.detach(), {name: x.grad for name, x in local.items() if x.grad is not None}
-
-    found = LoopbackWorld(world_size).run(rank)
-    order = torch.cat([layout.positions(r) for r in range(world_size)]).argsort()
-    got = {"out": torch.cat([out for out, _ in found], 1)[:, order]}
-    for name in tensors:
-        of_ranks = [gradients[name] for _, gradients in found]
-        got[name] = sum(of_ranks[1:], of_ranks[0]) if name in PARAMETERS else torch.cat(of_ranks, 1)[:, order]
-
-    leaves = {name: x.double().requires_grad_() for name, x in tensors.items()}
-    seq_idx = torch.repeat_interleave(torch.tensor(lengths))[None].int() + 1
-    oracle_options = OPTIONS.get(kind, {"scale": 0.7})
-    out, _ = getattr(scan_oracle, KINDS[kind])(**leaves, seq_idx=seq_idx, initial_state=None, **oracle_options)
-    out.backward(dout.double())
-    want = {"out": out.detach(), **{name: x.grad for name, x in leaves.items() if x.grad is not None}}
-    sizes = {"A": float(leaves["dt"].grad.abs().sum())} if kind == "ssd" else {}
-    assert_near(got, want, torch.float32, sizes)
+    dout = torch.randint(-8, 9, (1, 48, *of.of_out), generator=generator).float() / 8
+    out, gradients = ranks.of_ranks(of, tensors, dout, mask, layout)
+    exact = {name: x.double() for name, x in tensors.items()}
+    expected, of_each = ranks.of_oracle(of, exact, dout.double(), ranks.seq_idx_of([lengths], 48))
+    sizes = {"A": float(of_each["dt"].abs().sum())} if kind == "ssd" else {}
+    assert_near({"out": out, **gradients}, {"out": expected, **of_each}, torch.float32, sizes)
 
 
 @pytest.mark.parametrize("kind", ["delta", "ssd", "convolution"])
@@ -235,13 +179,12 @@ def test_each_path_of_a_tree(kind: str) -> None:
     """A segment at a time, as documents that go on from a state."""
     import test_recurrent_trees as trees  # which imports Triton, where it is installed
 
-    names = {"convolution": "conv"}
-    tree, case = trees.Tree([-1, 0, 0, 2], [3, 4, 2, 3]), trees.CASES[names.get(kind, kind)]
+    tree, case = trees.Tree([-1, 0, 0, 2], [3, 4, 2, 3]), trees.CASES[kind]
     tensors = {n: x.float() for n, x in trees.problem(case, 1, 12).items()}
-    dout, layout = torch.randn(1, 12, *trees.of_out(case)), Layout.contiguous(12, 2)
+    dout, layout = torch.randn(1, 12, *case.of_out), Layout.contiguous(12, 2)
     out, gradients = trees.of_ranks(case, tensors, dout, trees.mask_of([tree], 12), layout)
     exact = {n: x.double() for n, x in tensors.items()}
-    expected, of_each = trees.of_paths(case, exact, dout.double(), [tree], trees.oracle(case))
+    expected, of_each = trees.of_paths(case, exact, dout.double(), [tree])
     sizes = {n: sum(float(x.norm()) for x in of_each.values()) for n in ("A", "D", "dt")}  # terms that cancel
     assert_near({"out": out, **gradients}, {"out": expected, **of_each}, torch.float32, sizes)
 
@@ -260,7 +203,7 @@ def test_the_small_case_of_the_first_use_finds_a_wrong_kernel(monkeypatch: pytes
             with monkeypatch.context() as patch:
                 self_test.forget()
                 patch.setattr(fla, spoilt, lambda *given, right=right, **named: _spoilt(*right(*given, **named)))
-                like, dim = (x, K) if spoilt == "ssd" else (x[0], W)
+                like, dim = (x, K) if spoilt == "ssd" else (x[0], 4)
                 assert "gives another output than its definition" in choose.why_not(spoilt, like, dim)
                 with pytest.raises(RefusedError, match="gives another output than its definition"):
                     choose.function_for(spoilt, like, dim)

@@ -11,7 +11,6 @@ import weakref
 from typing import Any
 
 import pytest
-import ringtile
 import test_recurrent_ranks as ranks
 import torch
 import torch.distributed as dist
@@ -19,16 +18,10 @@ from pool import run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RefusedError, RingMismatchError, ShardedSequence
 from ringtile.planner.recurrent_layer import cost, size_of
 from ringtile.recurrent.documents import Forest
-from test_recurrent_ranks import ROWS, SEQ_LEN, Case, Tensors, assert_close, of_out, of_ranks, problem
+from scan_oracle import PARAMETERS, Layer, layer, problem
+from test_recurrent_ranks import CASES, ROWS, SEQ_LEN, assert_close, bytes_sent, of_ranks, on_rank
 
 H, G, K, V = 8, 4, 3, 5
-_SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
-    "delta": {"q": (G, K), "k": (G, K), "v": (H, V), "g": (H,), "beta": (H,)},
-    "kda": {"q": (1, K), "k": (1, K), "v": (H, V), "g": (H, K), "beta": (H,)},
-    "ssd": {"x": (H, V), "dt": (H,), "B": (1, K), "C": (1, K), "A": (H,), "D": (H,)},
-    "ssd of groups": {"x": (H, V), "dt": (H,), "B": (G, K), "C": (G, K), "A": (H,)},
-    "selective": {"x": (H,), "dt": (H,), "B": (K,), "C": (K,), "A": (H, K), "D": (H,)},
-}
 KINDS = {"delta": "gated_delta", "kda": "kda", "ssd": "ssd", "ssd of groups": "ssd", "selective": "selective"}
 ADDED = {  # by several ranks
     "kda": {"q", "k"},
@@ -37,18 +30,16 @@ ADDED = {  # by several ranks
     "selective": {"B", "C", "A", "D"},
     "delta": set(),
 }
-NAMES = list(_SHAPES)
+NAMES = [*KINDS]
 
 
-def case(name: str, scheme: str | None = "heads") -> Case:
-    function = getattr(ringtile, {"ss": "ssd", "se": "selective_scan"}.get(name[:2], "gated_delta_rule"))
-
-    def ours(tensors: Tensors, sequence: ShardedSequence) -> torch.Tensor:
-        out: torch.Tensor = function(sequence=sequence, scheme=scheme, **tensors)
-        return out
-
-    value_dim = 1 if name == "selective" else V
-    return Case(ours, lambda tensors, seq_idx: torch.empty(0), _SHAPES[name], ("A", "D"), H * K * value_dim)
+def case(name: str, scheme: str | None = "heads") -> Layer:
+    """Of groups there is no D."""
+    groups = G if name in ("delta", "ssd of groups") else 1
+    of_name = layer(name.removesuffix(" of groups"), H, groups, K, V, H)._replace(of_ranks={"scheme": scheme})
+    if name == "ssd of groups":
+        del of_name.shapes["D"]
+    return of_name
 
 
 def layout_of(name: str, world_size: int) -> Layout:
@@ -90,9 +81,9 @@ def test_heads_are_one_process_bit_for_bit(
     padding = SEQ_LEN - sum(lengths[0])
     tensors = {n: x.to(dtype) for n, x in problem(case(name), len(lengths), SEQ_LEN).items()}
     for n, x in tensors.items():
-        if n not in "AD":
+        if n not in PARAMETERS:
             x[:, -padding:] = float("nan")
-    dout = torch.randn(len(lengths), SEQ_LEN, *of_out(case(name))).to(dtype)
+    dout = torch.randn(len(lengths), SEQ_LEN, *case(name).of_out).to(dtype)
     mask = IntervalMask.documents(lengths).padded(padding)
     out, gradients = of_ranks(case(name), tensors, dout, mask, layout_of(layout, world_size))
     alone, of_one = of_ranks(case(name, "states"), tensors, dout, mask, Layout.contiguous(SEQ_LEN, 1))
@@ -105,20 +96,30 @@ def test_heads_are_one_process_bit_for_bit(
             assert_close(gradient, of_one[n])
 
 
-@pytest.mark.parametrize("layout", ["striped", pytest.param("zigzag", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", NAMES)
-def test_documents_do_not_reach_each_other(name: str, layout: str) -> None:
+IN_EVERY_RUN = [("states", "zigzag"), ("heads", "striped")]
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "layout"),
+    [
+        pytest.param(name, *cell, marks=() if cell in IN_EVERY_RUN else pytest.mark.long)
+        for name in ("convolution", *NAMES)
+        for cell in (*IN_EVERY_RUN, ("states", "contiguous"), ("states", "many"), ("heads", "zigzag"))
+        if name != "convolution" or cell[0] == "states"
+    ],
+)
+def test_documents_do_not_reach_each_other(name: str, scheme: str, layout: str) -> None:
     """Another second document of three: no bit of the others' outputs and gradients changes. There is no decay."""
-    mask = IntervalMask.documents([[10, 24, 14]])
-    dout = torch.randn(1, SEQ_LEN, *of_out(case(name)), dtype=torch.float64)
-    results = []
+    of_name = CASES[name] if name == "convolution" else case(name, scheme)
+    mask, results = IntervalMask.documents([[10, 24, 14]]), []
+    dout = torch.randn(1, SEQ_LEN, *of_name.of_out, dtype=torch.float64)
     for shift in (0.0, 1.0):
-        tensors = problem(case(name), 1, SEQ_LEN, 0.0)
+        tensors = problem(of_name, 1, SEQ_LEN, 0.0)
         for n, x in tensors.items():
-            if n not in "AD":
+            if n not in PARAMETERS:
                 x[:, 10:34] += shift
-        out, gradients = of_ranks(case(name), tensors, dout, mask, layout_of(layout, 3))
-        results.append({"out": out} | {n: x for n, x in gradients.items() if n not in "AD"})
+        out, gradients = of_ranks(of_name, tensors, dout, mask, layout_of(layout, 3))
+        results.append({"out": out} | {n: x for n, x in gradients.items() if n not in PARAMETERS})
     assert not torch.equal(results[0]["out"][:, 10:34], results[1]["out"][:, 10:34])
     for n, x in results[0].items():
         for of_others in (slice(0, 10), slice(34, None)):
@@ -126,24 +127,6 @@ def test_documents_do_not_reach_each_other(name: str, layout: str) -> None:
 
 
 # ---- what travels -------------------------------------------------------------------------------
-
-
-def sent(name: str, scheme: str, seq_len: int, layout: Layout, mask: IntervalMask) -> list[tuple[int, int]]:
-    """Bytes by rank, in the forward and in the backward, in float32."""
-    of_scheme = case(name, scheme)
-    tensors = {n: x.float() for n, x in problem(of_scheme, 2, seq_len).items()}
-
-    def rank(group: Any) -> tuple[int, int]:
-        sequence = ShardedSequence(mask, layout, group)
-        local = {
-            n: (x.clone() if n in "AD" else sequence.shard(x, 1)).detach().requires_grad_() for n, x in tensors.items()
-        }
-        out = of_scheme.ours(local, sequence)
-        forward = group.transport.bytes_sent
-        out.sum().backward()
-        return forward, group.transport.bytes_sent - forward
-
-    return LoopbackWorld(layout.world_size).run(rank)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +143,7 @@ def test_bytes_are_as_planned(name: str, seq_len: int) -> None:
     size = size_of(KINDS[name], H, groups, K, value_dim, torch.float32, batch=2)
     for scheme in ("states", "heads"):
         planned = cost(scheme, Forest.of(mask), layout, size)
-        assert sent(name, scheme, seq_len, layout, mask) == list(zip(*planned, strict=True))
+        assert bytes_sent(case(name, scheme), 2, mask, layout) == list(zip(*planned, strict=True))
 
 
 # ---- which scheme -------------------------------------------------------------------------------
@@ -173,8 +156,7 @@ def scheme_run(name: str, scheme: str | None, of_sequence: str, world_size: int,
 
     def rank(group: Any) -> int:
         sequence = ShardedSequence(mask, layout, group, scheme=of_sequence)
-        case(name, scheme).ours({n: x if n in "AD" else sequence.shard(x, 1) for n, x in tensors.items()}, sequence)
-        return group.transport.bytes_sent  # type: ignore[no-any-return]
+        return on_rank(case(name, scheme), tensors, sequence)[2][0]
 
     size = size_of(KINDS[name], H, G if name == "delta" else 1, K, V, torch.float64, batch=1)
     total = sum(LoopbackWorld(world_size).run(rank))
@@ -202,7 +184,7 @@ def test_auto_passes_states_where_they_can_follow_the_layout() -> None:
     assert scheme_run("delta", "auto", "ulysses", 6, causal) == "states"  # there are 4 groups
     striped = Layout.striped(SEQ_LEN, 2)  # no state can follow
     tensors = problem(case("delta"), 1, SEQ_LEN)
-    dout = torch.randn(1, SEQ_LEN, *of_out(case("delta")), dtype=torch.float64)
+    dout = torch.randn(1, SEQ_LEN, *case("delta").of_out, dtype=torch.float64)
     outs = [
         of_ranks(case("delta", scheme), tensors, dout, IntervalMask.causal(SEQ_LEN), striped)[0]
         for scheme in ("auto", "heads")

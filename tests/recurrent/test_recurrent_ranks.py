@@ -1,16 +1,18 @@
 """Recurrent layers over ranks: each document alone, joined, whatever the layout; what travels; what is refused.
 
-Shape letters: B batch, S global tokens, C channels, W width, H heads, G heads of q and k, K key dim, V value dim.
+Shape letters: B batch, S global tokens, C channels, H heads, G heads of q and k, K key dim, V value dim.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import ringtile
@@ -30,122 +32,69 @@ from ringtile import (
 )
 from ringtile.recurrent.documents import Forest, message_bytes, state_passes
 from ringtile.transport.groups import transport_of
+from scan_oracle import KINDS, PARAMETERS, Layer, Tensors, layer, problem
 from torch import Tensor
-from torch.nn import functional
 
-Tensors = dict[str, Tensor]
-
-
-class Case(NamedTuple):
-    """A recurrent layer: ours of local tensors and a sequence, the oracle of global ones and of seq_idx."""
-
-    ours: Callable[[Tensors, ShardedSequence], Tensor]
-    oracle: Callable[[Tensors, Tensor], Tensor]
-    shapes: dict[str, tuple[int, ...]]  # of a token, or of a parameter
-    parameters: tuple[str, ...]  # tensors without tokens
-    state_numel: int  # of one batch row
-
-
-def _ours(name: str, **options: Any) -> Callable[[Tensors, ShardedSequence], Tensor]:
-    return lambda tensors, sequence: getattr(ringtile, name)(sequence=sequence, **tensors, **options)
-
-
-def _oracle(name: str, **options: Any) -> Callable[[Tensors, Tensor], Tensor]:
-    return lambda tensors, seq_idx: getattr(scan_oracle, name)(
-        **tensors, **options, seq_idx=seq_idx, initial_state=None
-    )[0]
-
-
-H, G, K, V, C, W = 4, 2, 3, 5, 6, 4
-_DELTA = {"q": (G, K), "k": (G, K), "v": (H, V)}
+H, G, K, V, C = 4, 2, 3, 5, 6
 CASES = {
-    "conv": Case(
-        _ours("causal_conv1d", activation="silu"),
-        _oracle("causal_conv1d", activation="silu"),
-        {"x": (C,), "weight": (C, W), "bias": (C,)},
-        ("weight", "bias"),
-        (W - 1) * C,
-    ),
-    "delta": Case(
-        _ours("gated_delta_rule"),
-        _oracle("gated_delta_rule", scale=K**-0.5),
-        {**_DELTA, "g": (H,), "beta": (H,)},
-        (),
-        H * K * V,
-    ),
-    "kda": Case(
-        _ours("gated_delta_rule", scale=0.7),
-        _oracle("gated_delta_rule", scale=0.7),
-        {**_DELTA, "q": (1, K), "k": (1, K), "g": (H, K), "beta": (H,)},
-        (),
-        H * K * V,
-    ),
-    "ssd": Case(
-        _ours("ssd"),
-        _oracle("ssd"),
-        {"x": (H, V), "dt": (H,), "B": (1, K), "C": (1, K), "A": (H,), "D": (H,)},
-        ("A", "D"),
-        H * K * V,
-    ),
-    "selective": Case(
-        _ours("selective_scan"),
-        _oracle("selective_scan"),
-        {"x": (C,), "dt": (C,), "B": (K,), "C": (K,), "A": (C, K), "D": (C,)},
-        ("A", "D"),
-        C * K,
-    ),
+    kind: layer(kind, H, G if kind == "delta" else 1, K, V, C, **({"scale": 0.7} if kind == "kda" else {}))
+    for kind in KINDS
 }
 
 
-def problem(case: Case, batch: int, seq_len: int, decay: float = 0.5) -> Tensors:
-    """Random global tensors. decay: how strong the largest is, as the logarithm of what it leaves."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {}
-    for name, shape in case.shapes.items():
-        size = shape if name in case.parameters else (batch, seq_len, *shape)
-        x = torch.randn(size, generator=generator, dtype=torch.float64)
-        if name == "g":
-            x = -decay * x.abs()
-        elif name == "A":
-            x = -decay * (1 + x.abs())
-        elif name in ("dt", "beta"):
-            x = x.sigmoid()
-        elif name == "k":
-            x = functional.normalize(x, dim=-1)
-        tensors[name] = x
-    return tensors
+def on_rank(
+    case: Layer, tensors: Tensors, sequence: ShardedSequence, dout: Tensor | None = None
+) -> tuple[Tensor, Tensors, tuple[int, int]]:
+    """This rank's output, gradients, and bytes sent forward and backward. dout: None for that of the output's sum."""
+    local = {
+        name: (x.clone() if name in PARAMETERS else sequence.shard(x, 1)).detach().requires_grad_()
+        for name, x in tensors.items()
+    }
+    transport = sequence.transport
+    begin = transport.bytes_sent
+    out = case.ours(local, sequence)
+    middle = transport.bytes_sent
+    out.backward(torch.ones_like(out) if dout is None else sequence.shard(dout, 1))
+    gradients = {name: x.grad for name, x in local.items() if x.grad is not None}
+    return out.detach(), gradients, (middle - begin, transport.bytes_sent - middle)
 
 
-def of_ranks(case: Case, tensors: Tensors, dout: Tensor, mask: IntervalMask, layout: Layout) -> tuple[Tensor, Tensors]:
+def of_ranks(
+    case: Layer, tensors: Tensors, dout: Tensor | None, mask: IntervalMask, layout: Layout
+) -> tuple[Tensor, Tensors]:
     """out and the gradients of all tensors, from the ranks of a loopback world."""
-
-    def rank(group: Any) -> tuple[Tensor, Tensors]:
-        sequence = ShardedSequence(mask, layout, group)
-        local = {
-            name: (x.clone() if name in case.parameters else sequence.shard(x, 1)).detach().requires_grad_()
-            for name, x in tensors.items()
-        }
-        out = case.ours(local, sequence)
-        out.backward(sequence.shard(dout, 1))
-        return out.detach(), {name: x.grad for name, x in local.items() if x.grad is not None}
-
-    results = LoopbackWorld(layout.world_size).run(rank)
-    gradients = {}
-    for name in tensors:
-        of_rank = [gradient[name] for _, gradient in results]
-        gradients[name] = sum(of_rank[1:], of_rank[0]) if name in case.parameters else joined(of_rank, layout)
-    return joined([out for out, _ in results], layout), gradients
+    of_each = LoopbackWorld(layout.world_size).run(
+        lambda group: on_rank(case, tensors, ShardedSequence(mask, layout, group), dout)
+    )
+    return together(of_each, layout)
 
 
-def joined(shards: list[Tensor], layout: Layout) -> Tensor:
+def together(of_each: list[tuple[Tensor, Tensors, tuple[int, int]]], layout: Layout) -> tuple[Tensor, Tensors]:
+    outs, gradients, _ = zip(*of_each, strict=True)
+    whole = {}
+    for name in gradients[0]:
+        of_rank = [each[name] for each in gradients]
+        whole[name] = sum(of_rank[1:], of_rank[0]) if name in PARAMETERS else joined(of_rank, layout)
+    return joined(outs, layout), whole
+
+
+def bytes_sent(case: Layer, batch: int, mask: IntervalMask, layout: Layout) -> list[tuple[int, int]]:
+    """By rank, in the forward and in the backward, in float32."""
+    tensors = {name: x.float() for name, x in problem(case, batch, layout.seq_len).items()}
+    return LoopbackWorld(layout.world_size).run(
+        lambda group: on_rank(case, tensors, ShardedSequence(mask, layout, group))[2]
+    )
+
+
+def joined(shards: Sequence[Tensor], layout: Layout) -> Tensor:
     positions = torch.cat([layout.positions(rank) for rank in range(layout.world_size)])
     return torch.cat(shards, 1)[:, positions.argsort()]
 
 
-def of_oracle(case: Case, tensors: Tensors, dout: Tensor, seq_idx: Tensor) -> tuple[Tensor, Tensors]:
+def of_oracle(case: Layer, tensors: Tensors, dout: Tensor, seq_idx: Tensor) -> tuple[Tensor, Tensors]:
     """The same, token by token in one process."""
     leaves = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-    out = case.oracle(leaves, seq_idx)
+    out, _ = case.alone(scan_oracle, leaves, seq_idx)
     out.backward(dout)
     return out.detach(), {name: x.grad for name, x in leaves.items() if x.grad is not None}
 
@@ -181,7 +130,7 @@ QUICK += [("many", "two rows", 0.0), ("zigzag", "padded", 0.0)]
 CELLS = [  # name, layout, rows, decay: none in growing states, some, strong
     pytest.param(*cell, marks=() if cell[1:] in QUICK else pytest.mark.long)
     for cell in itertools.product(CASES, LAYOUTS, ROWS, (0.0, 0.5, 300.0))
-    if cell[0] != "conv" or cell[3] == 0.0
+    if cell[0] != "convolution" or cell[3] == 0.0
 ]
 
 
@@ -194,48 +143,20 @@ def test_ranks_compute_each_document_alone(name: str, layout: str, rows: str, de
     if decay == 0.0 and "beta" in tensors:
         tensors["beta"] = tensors["beta"] + 2  # |1 - beta| > 1: states grow
     for n, x in tensors.items():
-        if n not in case.parameters:
+        if n not in PARAMETERS:
             x[:, -padding:] = float("nan")
-    dout = torch.randn(len(lengths), SEQ_LEN, *of_out(case), dtype=torch.float64)
+    dout = torch.randn(len(lengths), SEQ_LEN, *case.of_out, dtype=torch.float64)
     mask = IntervalMask.documents(lengths).padded(padding)
     out, gradients = of_ranks(case, tensors, dout, mask, LAYOUTS[layout])
-    finite = {n: x.nan_to_num(0.0) for n, x in tensors.items()}  # the oracle multiplies padding by its gradient of 0
-    expected, of_each = of_oracle(case, finite, dout, seq_idx_of(lengths, SEQ_LEN))
+    expected, of_each = of_oracle(case, tensors, dout, seq_idx_of(lengths, SEQ_LEN))
     assert_close(out, expected)
     for n, gradient in gradients.items():
         assert_close(gradient, of_each[n])
 
 
-def of_out(case: Case) -> tuple[int, ...]:
-    """The shape of a token's output."""
-    return case.shapes.get("v", case.shapes.get("x", ()))
-
-
 def assert_close(ours: Tensor, expected: Tensor) -> None:
     tolerance = 48 * 64 * 2.0**-52 * float(expected.abs().max())
     torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    "layout", ["zigzag", *(pytest.param(n, marks=pytest.mark.long) for n in ("contiguous", "many"))]
-)
-@pytest.mark.parametrize("name", CASES)
-def test_documents_do_not_reach_each_other(name: str, layout: str) -> None:
-    """Another second document of three: no bit of the others' outputs and gradients changes. There is no decay."""
-    case, rows = CASES[name], [[10, 24, 14]]
-    mask, dout = IntervalMask.documents(rows), torch.randn(1, SEQ_LEN, *of_out(case), dtype=torch.float64)
-    results = []
-    for shift in (0.0, 1.0):
-        tensors = problem(case, 1, SEQ_LEN, 0.0)
-        for tensor_name, x in tensors.items():
-            if tensor_name not in case.parameters:
-                x[:, 10:34] += shift
-        out, gradients = of_ranks(case, tensors, dout, mask, LAYOUTS[layout])
-        results.append({"out": out} | {n: x for n, x in gradients.items() if n not in case.parameters})
-    assert not torch.equal(results[0]["out"][:, 10:34], results[1]["out"][:, 10:34])
-    for n, x in results[0].items():
-        for of_others in (slice(0, 10), slice(34, None)):
-            assert torch.equal(x[:, of_others], results[1][n][:, of_others]), n
 
 
 # ---- what travels -------------------------------------------------------------------------------
@@ -254,21 +175,8 @@ def test_bytes_are_as_planned_and_do_not_depend_on_the_length(name: str, lengths
     for seq_len in lengths:
         mask = IntervalMask.documents([seq_len // 4, 3 * seq_len // 4])
         layout = Layout.zigzag(seq_len, 2)
-        tensors = {n: x.float() for n, x in problem(case, 1, seq_len).items()}
-
-        def rank(group: Any, tensors: Tensors = tensors, mask: Any = mask, layout: Any = layout) -> tuple[int, int]:
-            sequence = ShardedSequence(mask, layout, group)
-            local = {
-                n: (x.clone() if n in case.parameters else sequence.shard(x, 1)).detach().requires_grad_()
-                for n, x in tensors.items()
-            }
-            out = case.ours(local, sequence)
-            forward = group.transport.bytes_sent
-            out.sum().backward()
-            return forward, group.transport.bytes_sent - forward
-
-        sent.append(LoopbackWorld(2).run(rank))
-    state_bytes, forest = 4 * case.state_numel, Forest.of(mask)
+        sent.append(bytes_sent(case, 1, mask, layout))
+    state_bytes, forest = 4 * math.prod(case.state), Forest.of(mask)
     assert message_bytes(forest, layout, state_bytes) == {(1, 0): state_bytes}
     assert [(cut.source, cut.target) for cut in state_passes(forest, layout)] == [(1, 0)]
     assert sent == len(lengths) * [[(0, state_bytes), (state_bytes, 0)]]  # forward, backward
@@ -343,14 +251,6 @@ def test_ranks_that_disagree_are_named() -> None:
         assert f"rank {rank} has gated_delta_rule {'backward' if rank else 'forward'}" in order
 
 
-@pytest.fixture
-def fresh_pool() -> Iterator[Callable[[int], Pool]]:
-    pools: list[Pool] = []
-    yield lambda size: pools.append(Pool(size)) or pools[-1]  # type: ignore[func-returns-value]
-    for pool in pools:
-        pool.close()
-
-
 def scan_with_victim(direction: str) -> str:
     """Rank 1 of 3 is killed before it hands its state on; what the others are told."""
     transport, rank = transport_of(dist.group.WORLD), dist.get_rank()
@@ -375,8 +275,9 @@ def scan_with_victim(direction: str) -> str:
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_killed_rank_is_named(fresh_pool: Callable[[int], Pool], direction: str) -> None:
-    outcomes = fresh_pool(3).outcomes(scan_with_victim, direction)
+def test_a_killed_rank_is_named(direction: str) -> None:
+    with contextlib.closing(Pool(3)) as pool:
+        outcomes = pool.outcomes(scan_with_victim, direction)
     assert isinstance(outcomes.pop(1), EOFError)
     for rank, message in zip((0, 2), outcomes, strict=True):
         expected = rf"rank 1 was lost in .* of call . \(gated_delta_rule (forward|backward)\) of rank {rank}: "

@@ -6,15 +6,15 @@ Shape letters: B batch, S global tokens, L leaves, T tokens of the longest path.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import ringtile
+import scan_oracle
 import test_recurrent_heads as heads
-import test_recurrent_ranks as ranks
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -23,7 +23,8 @@ from pool import run_ranks
 from ringtile import IntervalMask, Layout, LoopbackWorld, RefusedError, RingMismatchError, ShardedSequence
 from ringtile.recurrent import kernels, recurrence
 from ringtile.recurrent.documents import Documents, Facts, Forest, message_bytes
-from test_recurrent_ranks import CASES, Case, Tensors, of_out, of_ranks, problem
+from scan_oracle import PARAMETERS, Layer, Tensors, problem
+from test_recurrent_ranks import CASES, C, K, V, bytes_sent, of_ranks, on_rank, together
 from torch import Tensor
 
 
@@ -66,26 +67,16 @@ def random_tree(seed: int, num_nodes: int, longest: int, deepest: int = 64, deep
 
 
 def mask_of(trees: list[Tree], seq_len: int) -> IntervalMask:
-    """A token attends those of its path, and itself: of each tree from its root on, if it is in the key's subtree."""
-    begin, end, key_begin, key_end = (torch.zeros(len(trees), seq_len, dtype=torch.int32) for _ in range(4))
-    for row, tree in enumerate(trees):
-        roots, last = [], list(range(len(tree.parents)))  # of each node; the last node of its subtree
-        for node, parent in enumerate(tree.parents):
-            roots.append(node if parent < 0 else roots[parent])
-        for node in reversed(range(len(last))):
-            if tree.parents[node] >= 0:
-                last[tree.parents[node]] = max(last[node], last[tree.parents[node]])
-        for node in range(len(last)):
-            for token in tree.tokens(node):
-                begin[row, token], end[row, token] = tree.first_tokens[roots[node]], token + 1
-                key_begin[row, token], key_end[row, token] = token, tree.first_tokens[last[node] + 1]
-    return IntervalMask(begin, end, key_begin, key_end)
+    """With padding at the end of each row."""
+    rows = [IntervalMask.tree(*tree).padded(seq_len - sum(tree.lengths)).bounds for tree in trees]
+    return IntervalMask.of_bounds(*(torch.cat(bounds, dim=-2) for bounds in zip(*rows, strict=True)))
 
 
 def of_paths(
-    case: Case, tensors: Tensors, dout: Tensor, trees: list[Tree], compute: Callable[..., Tensor]
+    case: Layer, tensors: Tensors, dout: Tensor, trees: list[Tree], module: object = scan_oracle
 ) -> tuple[Tensor, Tensors]:
-    """out and all gradients of compute(tensors (L, T, ...), seq_idx) on independent rows, the paths of every row.
+    """out and all gradients of a module's function on independent rows (L, T, ...), the paths of every row. The
+    kernels, which know no trees, are the oracle of trees that are too large for the other one.
 
     The output of a token is that of its first path, whose gradient counts; padding has 0.
     """
@@ -94,8 +85,8 @@ def of_paths(
     paths = [(row, path) for row in range(batch) for path in trees[row % len(trees)].paths()]
     longest = max(len(path) for _, path in paths)
     places = torch.tensor([[row * seq_len + t for t in path] + (longest - len(path)) * [-1] for row, path in paths])
-    rows = {name: x if name in case.parameters else x.flatten(0, 1)[places.clamp(min=0)] for name, x in leaves.items()}
-    out = compute(rows, torch.where(places < 0, -1, 0).int()).flatten(0, 1)
+    rows = {name: x if name in PARAMETERS else x.flatten(0, 1)[places.clamp(min=0)] for name, x in leaves.items()}
+    out = case.alone(module, rows, torch.where(places < 0, -1, 0).int())[0].flatten(0, 1)
     found, taken = places.flatten().unique(return_inverse=True)
     first = torch.full(found.shape, taken.numel()).scatter_reduce(0, taken, torch.arange(taken.numel()), "amin")
     held = found >= 0
@@ -105,29 +96,11 @@ def of_paths(
     return result.detach(), {name: x.grad for name, x in leaves.items() if x.grad is not None}
 
 
-def oracle(case: Case) -> Callable[..., Tensor]:
-    """Token by token in float64."""
-    return lambda tensors, seq_idx: case.oracle({name: x.double() for name, x in tensors.items()}, seq_idx)
-
-
-def by_kernels(name: str) -> Callable[..., Tensor]:
-    """Rows in the kernels, which know no trees: the oracle of trees that are too large for the other one."""
-    function = {"conv": "causal_conv1d", "ssd": "ssd", "selective": "selective_scan"}.get(name, "gated_delta_rule")
-    options: dict[str, Any] = {"conv": {"activation": "silu"}, "ssd": {}, "selective": {}}.get(name, {})
-    options = options or ({"scale": ranks.K**-0.5 if name == "delta" else 0.7} if name in ("delta", "kda") else {})
-
-    def compute(tensors: Tensors, seq_idx: Tensor) -> Tensor:
-        out: Tensor = getattr(kernels, function)(**tensors, **options, seq_idx=seq_idx, initial_state=None)[0]
-        return out
-
-    return compute
-
-
-def padded(case: Case, tensors: Tensors, trees: list[Tree], value: float) -> Tensors:
+def padded(tensors: Tensors, trees: list[Tree], value: float) -> Tensors:
     """With value in the padding at the end of each row."""
     result = {name: x.clone() for name, x in tensors.items()}
     for name, x in result.items():
-        for row in range(x.size(0) if name not in case.parameters else 0):
+        for row in range(x.size(0) if name not in PARAMETERS else 0):
             x[row, sum(trees[row % len(trees)].lengths) :] = value
     return result
 
@@ -138,20 +111,20 @@ def assert_close(ours: Tensor, expected: Tensor, relative: float = 1e-12) -> Non
 
 
 def compare(
-    case: Case,
+    case: Layer,
     trees: list[Tree],
     layout: Layout,
-    compute: Callable[..., Tensor] | None = None,
+    module: object = scan_oracle,
     batch: int = 0,
     decay: float = 0.5,
 ) -> None:
     """The ranks of a layout against the paths alone, in float64: outputs and all gradients."""
     seq_len, batch = layout.seq_len, batch or len(trees)
     tensors = problem(case, batch, seq_len, decay)
-    dout = torch.randn(batch, seq_len, *of_out(case), dtype=torch.float64)
-    nan = padded(case, tensors, trees, float("nan"))
+    dout = torch.randn(batch, seq_len, *case.of_out, dtype=torch.float64)
+    nan = padded(tensors, trees, float("nan"))
     out, gradients = of_ranks(case, nan, dout, mask_of(trees, seq_len), layout)
-    expected, of_each = of_paths(case, padded(case, tensors, trees, 0.0), dout, trees, compute or oracle(case))
+    expected, of_each = of_paths(case, padded(tensors, trees, 0.0), dout, trees, module)
     assert_close(out, expected)
     assert gradients.keys() == tensors.keys()
     for name, gradient in gradients.items():
@@ -193,15 +166,7 @@ def test_states_compute_each_path_alone(name: str, layout: str, world_size: int)
 @pytest.mark.parametrize(("layout", "world_size"), [("striped", 2), ("zigzag", 4)])
 @pytest.mark.parametrize("name", ["delta", "kda", "ssd", "selective"])
 def test_heads_compute_each_path_alone(name: str, layout: str, world_size: int) -> None:
-    of_heads = heads.case(name)
-    case = CASES[name]._replace(ours=of_heads.ours, shapes=of_heads.shapes, oracle=oracle_of_heads(name))
-    compare(case, SMALL, layout_of(layout, world_size))
-
-
-def oracle_of_heads(name: str) -> Callable[[Tensors, Tensor], Tensor]:
-    options = {"scale": heads.K**-0.5} if name in ("delta", "kda") else {}
-    function = {"ssd": "ssd", "selective": "selective_scan"}.get(name, "gated_delta_rule")
-    return ranks._oracle(function, **options)
+    compare(heads.case(name), SMALL, layout_of(layout, world_size))
 
 
 def comb(depth: int) -> Tree:
@@ -225,15 +190,15 @@ ONE_AND_THREE = [pytest.param("contiguous", 1, marks=pytest.mark.long), ("zigzag
 @pytest.mark.parametrize(
     ("name", "tree"),
     [
-        *(pytest.param(name, "deep", marks=[pytest.mark.long] * (name not in ("delta", "conv"))) for name in CASES),
-        *(pytest.param(name, "wide", marks=[pytest.mark.long] * (name != "delta")) for name in CASES),
+        pytest.param(*cell, marks=() if cell[0] == "delta" or cell == ("convolution", "deep") else pytest.mark.long)
+        for cell in itertools.product(CASES, LARGE)
     ],
 )
 def test_deep_and_wide_trees(name: str, tree: str, layout: str, world_size: int) -> None:
     """64 nodes deep, and 200 leaves or more."""
     of_row, seq_len = LARGE[tree], sum(LARGE[tree].lengths) + 3
     assert len(of_row.paths()) >= 200
-    compare(CASES[name], [of_row], layout_of(layout, world_size, seq_len), by_kernels(name), decay=0.05)
+    compare(CASES[name], [of_row], layout_of(layout, world_size, seq_len), kernels, decay=0.05)
 
 
 def forest() -> Tree:
@@ -254,7 +219,7 @@ def test_a_forest_of_1000_leaves_on_any_number_of_ranks(name: str, layout: str) 
         padded_to = -(-seq_len // (2 * world_size)) * 2 * world_size
         named = layout in ("balanced", "per_document")
         split = Layout.of_mask(layout, mask_of([tree], padded_to), world_size) if named else None
-        compare(CASES[name], [tree], split or layout_of(layout, world_size, padded_to), by_kernels(name), decay=0.05)
+        compare(CASES[name], [tree], split or layout_of(layout, world_size, padded_to), kernels, decay=0.05)
 
 
 @pytest.mark.parametrize(
@@ -273,15 +238,15 @@ def test_narrow_dtypes_are_rounded_as_in_documents(name: str, dtype: torch.dtype
     case = CASES[name]
     narrow = {n: torch.float32 if n in ("g", "beta", "dt") else dtype for n in case.shapes}
     tensors = {n: x.to(narrow[n]) for n, x in problem(case, 2, SEQ_LEN).items()}
-    tensors = padded(case, tensors, SMALL, 0.0)
-    dout = torch.randn(2, SEQ_LEN, *of_out(case)).to(dtype)
+    tensors = padded(tensors, SMALL, 0.0)
+    dout = torch.randn(2, SEQ_LEN, *case.of_out).to(dtype)
     out, gradients = of_ranks(case, tensors, dout, mask_of(SMALL, SEQ_LEN), layout_of(layout, world_size))
     wide = {n: x.double() for n, x in tensors.items()}
-    expected, of_each = of_paths(case, wide, dout.double(), SMALL, oracle(case))
+    expected, of_each = of_paths(case, wide, dout.double(), SMALL)
     assert {n: x.dtype for n, x in gradients.items()} == narrow
     assert out.dtype == dtype
     largest = max(float(x.abs().max()) for x in (expected, *of_each.values()))
-    bound = 4 * (SEQ_LEN + ranks.K + ranks.V + ranks.C) * 2.0**-24 * (1 + largest)
+    bound = 4 * (SEQ_LEN + K + V + C) * 2.0**-24 * (1 + largest)
     for n, x in {"out": expected, **of_each}.items():
         ours = out if n == "out" else gradients[n]
         own = torch.finfo(ours.dtype).eps / 2
@@ -299,14 +264,14 @@ def test_branches_do_not_reach_each_other(name: str, layout: str, world_size: in
     before = [t for t in tree.path(node) if t not in tree.tokens(node)]
     assert apart
     assert before
-    dout, results = torch.randn(1, SEQ_LEN, *of_out(case), dtype=torch.float64), []
+    dout, results = torch.randn(1, SEQ_LEN, *case.of_out, dtype=torch.float64), []
     for value in (0.0, float("nan")):
         tensors = problem(case, 1, SEQ_LEN, 0.0)
         for n, x in tensors.items():
-            if n not in case.parameters:
+            if n not in PARAMETERS:
                 x[:, tree.tokens(node)] += value
         out, gradients = of_ranks(case, tensors, dout, mask, split)
-        results.append({"out": out} | {n: x for n, x in gradients.items() if n not in case.parameters})
+        results.append({"out": out} | {n: x for n, x in gradients.items() if n not in PARAMETERS})
     (base, other) = results
     assert other["out"][:, tree.tokens(node)].isnan().all()
     assert torch.equal(other["out"][:, before], base["out"][:, before])
@@ -320,7 +285,7 @@ def test_a_chain_is_a_document_and_roots_are_documents(name: str, layout: str, w
     """Bit for bit."""
     case, split = CASES[name], layout_of(layout, world_size)
     tensors = problem(case, 1, SEQ_LEN)
-    dout = torch.randn(1, SEQ_LEN, *of_out(case), dtype=torch.float64)
+    dout = torch.randn(1, SEQ_LEN, *case.of_out, dtype=torch.float64)
     lengths = [3, 1, 1, 9, 20]
     for parents, documents in (([-1, 0, 1, 2, 3], [sum(lengths)]), (5 * [-1], lengths), ([-1, 0, 1, -1, 3], [5, 29])):
         of_documents = IntervalMask.documents(documents).padded(SEQ_LEN - sum(documents))
@@ -334,30 +299,20 @@ def test_a_chain_is_a_document_and_roots_are_documents(name: str, layout: str, w
             assert torch.equal(gradient, of_each[n]), n
 
 
-def of_process(name: str) -> tuple[Tensor, Tensors]:
+def of_process(name: str) -> tuple[Tensor, Tensors, tuple[int, int]]:
     """Of one rank of a real group, whose messages of several states go through sockets."""
-    case, layout = CASES[name], layout_of("zigzag", 2)
-    sequence = ShardedSequence(mask_of(SMALL, SEQ_LEN), layout, dist.group.WORLD)
-    local = {
-        n: (x if n in case.parameters else sequence.shard(x, 1)).detach().requires_grad_()
-        for n, x in problem(case, 2, SEQ_LEN).items()
-    }
-    out = case.ours(local, sequence)
-    out.sum().backward()
-    return out.detach(), {n: x.grad for n, x in local.items() if x.grad is not None}
+    sequence = ShardedSequence(mask_of(SMALL, SEQ_LEN), layout_of("zigzag", 2), dist.group.WORLD)
+    return on_rank(CASES[name], problem(CASES[name], 2, SEQ_LEN), sequence)
 
 
-@pytest.mark.parametrize("name", ["conv", "delta"])
+@pytest.mark.parametrize("name", ["convolution", "delta"])
 def test_processes_compute_what_threads_do(name: str) -> None:
     case, layout = CASES[name], layout_of("zigzag", 2)
-    tensors, mask = problem(case, 2, SEQ_LEN), mask_of(SMALL, SEQ_LEN)
-    out, gradients = of_ranks(case, tensors, torch.ones(2, SEQ_LEN, *of_out(case)).double(), mask, layout)
-    found = run_ranks(2, of_process, name)
-    assert torch.equal(ranks.joined([each for each, _ in found], layout), out)
+    out, gradients = of_ranks(case, problem(case, 2, SEQ_LEN), None, mask_of(SMALL, SEQ_LEN), layout)
+    of_processes, of_each = together(run_ranks(2, of_process, name), layout)
+    assert torch.equal(of_processes, out)
     for n, gradient in gradients.items():
-        of_rank = [each[n] for _, each in found]
-        joined = of_rank[0] + of_rank[1] if n in case.parameters else ranks.joined(of_rank, layout)
-        assert torch.equal(joined, gradient), n
+        assert torch.equal(of_each[n], gradient), n
 
 
 # ---- what travels -------------------------------------------------------------------------------
@@ -367,23 +322,10 @@ def test_processes_compute_what_threads_do(name: str) -> None:
 def test_only_the_states_of_open_branches_travel(name: str) -> None:
     """Forward and backward as planned; over the cut after a prompt and its first completion two states."""
     case, tree, layout = CASES[name], Tree([-1, 0, 0, 0], [10, 9, 9, 2]), Layout.contiguous(30, 3)
-    mask, tensors = mask_of([tree], 30), {n: x.float() for n, x in problem(CASES[name], 1, 30).items()}
-
-    def rank(group: Any) -> tuple[int, int]:
-        sequence = ShardedSequence(mask, layout, group)
-        local = {
-            n: (x.clone() if n in case.parameters else sequence.shard(x, 1)).detach().requires_grad_()
-            for n, x in tensors.items()
-        }
-        out = case.ours(local, sequence)
-        forward = group.transport.bytes_sent
-        out.sum().backward()
-        return forward, group.transport.bytes_sent - forward
-
-    state_bytes = 4 * case.state_numel
+    mask, state_bytes = mask_of([tree], 30), 4 * math.prod(case.state)
     # Cuts at 10, the end of the prompt, which three go on from, and at 20, in the second completion.
     assert message_bytes(Forest.of(mask), layout, state_bytes) == {(0, 1): state_bytes, (1, 2): 2 * state_bytes}
-    assert LoopbackWorld(3).run(rank) == [(state_bytes, 0), (2 * state_bytes, state_bytes), (0, 2 * state_bytes)]
+    assert bytes_sent(case, 1, mask, layout) == [(state_bytes, 0), (2 * state_bytes, state_bytes), (0, 2 * state_bytes)]
 
 
 def test_a_path_is_computed_once() -> None:
@@ -420,7 +362,6 @@ def test_what_goes_on_from_what_is_read_off_the_mask(
         path = tree.path(node)
         parents |= dict(itertools.pairwise(reversed(path)))
     mask = mask_of([tree], length + 2)
-    assert mask == IntervalMask.tree(tree.parents, tree.lengths).padded(2)
     forest = Forest.of(mask)
     assert forest.parents.tolist() == [[*(parents[t] for t in range(length)), -2, -2]]
     position = data.draw(st.integers(0, length + 2))
@@ -434,7 +375,7 @@ def test_an_empty_batch_follows_a_tree(name: str) -> None:
     mask = mask_of([Tree([-1, 0, 0, 0], [3, 3, 3, 3])], 12)
     out = CASES[name].ours(tensors, ShardedSequence(mask, Layout.contiguous(12, 1)))
     out.sum().backward()
-    assert out.shape == (0, 12, *of_out(CASES[name]))
+    assert out.shape == (0, 12, *CASES[name].of_out)
     assert all(x.grad.shape == x.shape for x in tensors.values())
 
 

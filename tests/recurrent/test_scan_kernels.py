@@ -15,75 +15,36 @@ import scan_oracle
 import torch
 from ringtile import InputError, IntervalMask, Layout, RefusedError, self_test
 from ringtile.recurrent import kernels
+from scan_oracle import KINDS, Layer, Tensors, layer, problem
 from torch import Tensor
 from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-KINDS = ("delta", "kda", "ssd", "selective", "convolution")
 B, N, G, H, K, V, CHANNELS = 2, 70, 1, 2, 5, 3, 6
+
+
+def layer_of(kind: str, dim: int = K) -> Layer:
+    return layer(kind, H, G, dim, V, CHANNELS, scale=0.7)
 
 
 def tensors_of(
     kind: str, dtype: torch.dtype = torch.float64, num_tokens: int = N, batch: int = B, dim: int = K, decay: float = 0.5
-) -> dict[str, Tensor]:
-    """Every floating input of a kind, by name. Keys have length 1, as layers normalize them."""
-    generator = torch.Generator().manual_seed(num_tokens)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(batch, *shape, generator=generator, dtype=torch.float64)
-
-    found: dict[str, Tensor]
-    if kind == "convolution":
-        found = {"x": normal(num_tokens, CHANNELS), "weight": normal(CHANNELS, 4)[0], "bias": normal(CHANNELS)[0]}
-        found["initial_state"] = normal(3, CHANNELS)
-    elif kind == "selective":
-        found = {"x": normal(num_tokens, CHANNELS), "dt": normal(num_tokens, CHANNELS).abs()}
-        found |= {"A": -decay * normal(CHANNELS, dim)[0].abs(), "B": normal(num_tokens, dim)}
-        found |= {"C": normal(num_tokens, dim), "D": normal(CHANNELS)[0], "initial_state": normal(CHANNELS, dim)}
-    elif kind == "ssd":
-        found = {"x": normal(num_tokens, H, V), "dt": normal(num_tokens, H).abs(), "A": -decay * normal(H)[0].abs()}
-        found |= {"B": normal(num_tokens, G, dim), "C": normal(num_tokens, G, dim), "D": normal(H)[0]}
-        found["initial_state"] = normal(H, V, dim)
-    else:
-        found = {
-            "q": normal(num_tokens, G, dim),
-            "v": normal(num_tokens, H, V),
-            "beta": normal(num_tokens, H).sigmoid(),
-        }
-        found["k"] = torch.nn.functional.normalize(normal(num_tokens, G, dim), dim=-1)
-        found["g"] = -decay * normal(num_tokens, H, *([dim] if kind == "kda" else [])).abs()
-        found["initial_state"] = normal(H, dim, V)
+) -> Tensors:
+    """Every floating input of a kind, by name."""
+    found, state = problem(layer_of(kind, dim), batch, num_tokens, decay), layer_of(kind, dim).state
+    found["initial_state"] = torch.randn(batch, *state, generator=torch.Generator().manual_seed(1)).double()
     return {name: x.to(dtype).requires_grad_() for name, x in found.items()}
 
 
-FUNCTION = {"convolution": "causal_conv1d", "ssd": "ssd", "selective": "selective_scan"}
-OPTIONS: dict[str, dict[str, Any]] = {"convolution": {"activation": "silu"}, "ssd": {}, "selective": {}}
+def call(module: object, kind: str, tensors: Tensors, seq_idx: Tensor) -> tuple[Tensor, Tensor]:
+    return layer_of(kind).alone(module, tensors, seq_idx)
 
 
-def call(module: object, kind: str, tensors: dict[str, Tensor], seq_idx: Tensor) -> tuple[Tensor, Tensor]:
-    function: Callable[..., tuple[Tensor, Tensor]] = getattr(module, FUNCTION.get(kind, "gated_delta_rule"))
-    given = {"initial_state": None} | tensors
-    return function(**given, seq_idx=seq_idx, **OPTIONS.get(kind, {"scale": 0.7}))
+def results(module: object, kind: str, tensors: Tensors, seq_idx: Tensor) -> Tensors:
+    return scan_oracle.results(layer_of(kind), module, tensors, seq_idx)
 
 
-def results(module: object, kind: str, tensors: dict[str, Tensor], seq_idx: Tensor) -> dict[str, Tensor]:
-    """The output, the final state, and all gradients of a random function of both, whose slopes every dtype holds."""
-    out, final = call(module, kind, tensors, seq_idx)
-    generator = torch.Generator().manual_seed(0)
-    parts = [(x * torch.randint(-8, 9, x.shape, generator=generator).double() / 8).sum() for x in (out, final)]
-    names, leaves = zip(*tensors.items(), strict=True)
-    gradients = torch.autograd.grad(sum(parts, torch.zeros(())), leaves, materialize_grads=True)
-    return {"out": out.detach(), "final": final.detach(), **dict(zip(names, gradients, strict=True))}
-
-
-def seq_idx_of(*rows: tuple[set[int], set[int]], num_tokens: int = N) -> Tensor:
-    """Of each row, where documents begin, and which tokens are padding."""
-    return torch.tensor(
-        [[-1 if t in padding else sum(b <= t for b in begins) for t in range(num_tokens)] for begins, padding in rows],
-        dtype=torch.int32,
-    ).view(len(rows), num_tokens)
-
-
+seq_idx_of = functools.partial(scan_oracle.seq_idx_of, num_tokens=N)
 PLACES = {
     "one document": seq_idx_of((set(), set())),
     "documents at every kind of place": seq_idx_of(({0, 1, 30, 64, 69}, set())),
@@ -94,7 +55,7 @@ PLACES = {
 }
 
 
-def assert_same_sums(got: dict[str, Tensor], want: dict[str, Tensor], num_tokens: int = N) -> None:
+def assert_same_sums(got: Tensors, want: Tensors, num_tokens: int = N) -> None:
     """In float64. A result takes a step for each token, and a step sums over the dims of a state or the channels. Of
     each of these terms a few operations (4) are rounded, by half an ulp of what is summed: at most 1, an input, or the
     largest of all results, states and gradients among them."""
@@ -118,18 +79,6 @@ def test_kernels_take_any_number_of_tokens(kind: str, num_tokens: int) -> None:
     assert_same_sums(*(results(module, kind, tensors, seq_idx) for module in (kernels, scan_oracle)), num_tokens)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradcheck(kind: str) -> None:
-    """Through chunks, documents and padding, by both results; the definitions above have autograd's own gradients."""
-    tensors, seq_idx = tensors_of(kind, num_tokens=68, batch=1, dim=2), seq_idx_of(({66}, {2}), num_tokens=68)
-    names = list(tensors)
-
-    def function(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        return call(kernels, kind, dict(zip(names, leaves, strict=True)), seq_idx)
-
-    assert torch.autograd.gradcheck(function, tuple(tensors.values()), fast_mode=True)
-
-
 STRENGTHS = {"strong": -1e4, "none": 0.0, "mild": -0.05, "all at once": float("-inf")}
 
 
@@ -148,7 +97,7 @@ def test_any_decay_is_exact(kind: str, strength: str) -> None:
     assert_same_sums(got, want)
 
 
-def distance(got: dict[str, Tensor], want: dict[str, Tensor], name: str) -> float:
+def distance(got: Tensors, want: Tensors, name: str) -> float:
     return float((got[name].double() - want[name]).norm() / want[name].norm())
 
 
@@ -197,7 +146,7 @@ def test_documents_and_padding_leak_nothing(kind: str) -> None:
     seq_idx = seq_idx_of(({20, 45}, {46, 60}))
     per_token = [name for name, x in tensors_of(kind).items() if x.dim() > 1 and x.size(1) == N]
 
-    def changed(tokens: slice | list[int], value: float) -> dict[str, Tensor]:
+    def changed(tokens: slice | list[int], value: float) -> Tensors:
         tensors = tensors_of(kind, torch.float32)
         with torch.no_grad():
             for name in per_token:
@@ -261,10 +210,10 @@ def test_inputs_of_any_strides(kind: str) -> None:
 # ---- the public functions check ------------------------------------------------------------------
 
 
-def public(kind: str, tensors: dict[str, Tensor], **options: Any) -> Tensor:
+def public(kind: str, tensors: Tensors, **options: Any) -> Tensor:
     """On one rank, of one document."""
     given = {name: x for name, x in tensors.items() if name != "initial_state"}
-    function: Callable[..., Tensor] = getattr(ringtile, FUNCTION.get(kind, "gated_delta_rule"))
+    function: Callable[..., Tensor] = getattr(ringtile, layer_of(kind).function)
     num_tokens = options.pop("num_tokens", N)
     mask, layout = IntervalMask.causal(num_tokens), Layout.contiguous(num_tokens, 1)
     return function(**given, **options, mask=mask, layout=layout)
