@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from oracle import Attention, dense_gradients
 from ringtile import (
     AttentionDropout,
-    InputError,
     IntervalMask,
     Layout,
     LoopbackWorld,
@@ -338,6 +337,7 @@ def test_a_kernel_is_tested_once_and_without_the_callers_modes(fresh: None, monk
     [
         ({"v_head_dim": 8}, {}, "has one head dim, which is 16 for q and k, and 8 for v"),
         ({}, {"softcap": 2.0}, "has no softcap, which is 2.0"),
+        ({}, {"dropout": AttentionDropout(0.3, torch.tensor([0]), seed=1)}, "draws dropout from a generator"),
         ({}, {"layout": Layout.from_runs([[(24, 1, 0, 24), (0, 1, 24, 24)]])}, "keys in the order of their positions"),
     ],
 )
@@ -371,10 +371,3 @@ def test_a_mask_of_too_many_calls_is_refused_by_name(monkeypatch: pytest.MonkeyP
     p = problem(v_head_dim=16)
     with pytest.raises(RefusedError, match=r"would be called \d+ times for a block's mask, more than 3 times"):
         ring_attention(*(p.q, p.k, p.v), mask=MASKS["window"], layout=Layout.contiguous(48, 1), attention_kernel="aten")
-
-
-def test_unknown_kernels_are_refused() -> None:
-    p = problem()
-    given: Any = {"mask": MASKS["full"], "layout": Layout.contiguous(48, 1)}
-    with pytest.raises(InputError, match="attention_kernel is 'cudnn'; expected one of auto, ringtile, aten"):
-        ring_attention(p.q, p.k, p.v, **given, attention_kernel="cudnn")

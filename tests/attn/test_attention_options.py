@@ -147,14 +147,6 @@ def test_bad_options_are_refused_by_name(option: str, given: Any, message: str) 
         attention(p.q, p.k, p.v, mask=MASKS["causal"], **{option: given})
 
 
-def test_aten_is_refused_by_name() -> None:
-    p = problem(dtype=torch.float32, v_head_dim=16)
-    sequence = ShardedSequence(MASKS["causal"], Layout.contiguous(48, 1))
-    ring_attention(p.q, p.k, p.v, sequence, attention_kernel="aten")
-    with pytest.raises(RefusedError, match="draws dropout from a generator"):
-        ring_attention(p.q, p.k, p.v, sequence, dropout=dropout(), attention_kernel="aten")
-
-
 @pytest.mark.parametrize("name", ["attn_fwd_", "attn_bwd_"])
 def test_a_kernel_that_drops_otherwise_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The self-test of calls without dropout says nothing of those with it."""

@@ -50,10 +50,12 @@ from torch import Tensor
 
 SCHEMES = (*candidates((0, 0, 1, 1)), "all_gather", "usp:1")
 BATCH, POISONED = 2, [2, 20]
-ROWS = {  # masks whose rows differ
-    "rows": IntervalMask.documents([[20, 28], [30, 18]]),
+ROWS = {  # masks whose rows differ, of which one is that of MASKS
+    "rows": IntervalMask.documents([[13, 1, 20, 14], [30, 18]]),
     "padded-rows": IntervalMask.from_padding(torch.tensor([[0] * 5 + [1] * 43, [1] * 40 + [0] * 8])),
-    "trees": IntervalMask.tree([[-1, 0, 1, 1, 0, -1], [-1, 0, 0, 0, 0, 4]], [[9, 7, 3, 9, 5, 15], [20, 1, 9, 6, 5, 7]]),
+    "trees": IntervalMask.tree(
+        [[-1, 0, 1, 1, 0, -1, 5, 5], [-1, 0, 0, 0, 0, 4]], [[9, 7, 3, 6, 5, 8, 4, 4], [19, 1, 9, 6, 5, 6]]
+    ).padded(2),
 }
 OPTIONS: dict[str, dict[str, Any]] = {  # of_lse: with a gradient of lse
     "out": {"return_lse": False},
@@ -69,7 +71,7 @@ OF_CUDA = {
     for each in aten.ATEN["cuda"]
 }
 AXES: dict[str, list[Any]] = {
-    "mask": [*MASKS, *ROWS],
+    "mask": ["full", "causal", "documents-bidirectional", "window", "prefix", "chunked", *ROWS],
     "layout": [*typing.get_args(Config.model_fields["layout"].annotation), "uneven"],
     "scheme": [*SCHEMES],
     "option": [*OPTIONS],

@@ -165,7 +165,7 @@ def test_plan_of_a_scheme_to_resolve_is_refused() -> None:
 def test_plan_shows_every_scheme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "plan --seq-len 64 --world-size 4 --num-heads 8 --head-dim 8 --dtype float32 --ranks-per-host 2"
     command = [*sizes.split(), "--rates", "1e9,1e9,1e6", "--json", str(tmp_path / "plan.json")]
-    assert main([*command, "--scheme", "usp", "--plot", str(tmp_path / "plan.svg")]) == 0
+    assert main([*command, "--scheme", "usp"]) == 0
     report = json.loads((tmp_path / "plan.json").read_text())
     names = [scheme["scheme"] for scheme in report["schemes"]]
     assert names == ["ring", "all_gather", "usp:2", "ulysses"]
@@ -178,7 +178,6 @@ def test_plan_shows_every_scheme(tmp_path: Path, capsys: pytest.CaptureFixture[s
     sent = chosen["bytes_within"] / 1e9 + chosen["bytes_between"] / 1e6
     assert sent / 4 <= chosen["sending_s"] < sent
     assert f"*  {chosen['scheme'].rjust(10)}" in capsys.readouterr().out
-    assert "rank 3" in (tmp_path / "plan.svg").read_text()
     assert main([*command, "--scheme", "auto"]) == 0
     assert "*     ulysses" in capsys.readouterr().out
     for wrong in (["--ranks-per-host", "0"], ["--rates", "fast"], ["--rates", "1"], ["--rates", "1e-300,1e9"]):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from attention_calls import FLOAT64_TOLERANCE, MASKS, each_with_a_layout, layout_of, problem
+from attention_calls import FLOAT64_TOLERANCE, MASKS, Problem, each_with_a_layout, layout_of, problem
 from counting import Counting
 from oracle import dense_attention
 from ringtile import (
@@ -102,6 +102,25 @@ def test_of_scores_of_zero_the_first_keys_are_chosen() -> None:
     assert torch.equal(as_matrix(chosen_on(of, mask, Layout.zigzag(48, 2), 6), 48), by_sorting(of, mask, 6))
 
 
+def attended(
+    p: Problem, of: Indexer, mask: IntervalMask, layout: Layout, scheme: str = "ring", sinks: Tensor | None = None
+) -> list[Tensor]:
+    """The 6 keys of each query, out, dq, dk, dv, put together; and the gradient of sinks."""
+
+    def rank(group: object) -> list[Tensor]:
+        sequence = ShardedSequence(mask, layout, group, scheme=scheme)  # type: ignore[arg-type]
+        leaves = [sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v)]
+        own = [] if sinks is None else [sinks.clone().requires_grad_()]
+        chosen = choose_keys(*(sequence.shard(x, 1) for x in of), sequence, 6)
+        out = ring_attention(*leaves, sequence, indices=chosen, sinks=own[0] if own else None)
+        gradients = torch.autograd.grad(out, leaves + own, sequence.shard(p.dout, 1))
+        whole = [sequence.unshard(x.detach(), 1) for x in (chosen, out, *gradients[:3])]
+        return [*whole, *gradients[3:]]
+
+    of_ranks = LoopbackWorld(layout.world_size).run(rank)
+    return of_ranks[0][:5] if sinks is None else [*of_ranks[0][:5], sum(each[5] for each in of_ranks)]
+
+
 @pytest.mark.parametrize(("name", "layout"), each_with_a_layout(["causal", "documents", "padding"]))
 def test_attention_is_the_dense_one_over_the_chosen_keys(name: str, layout: str) -> None:
     """out and gradients, with sinks and without, on any ranks."""
@@ -113,22 +132,7 @@ def test_attention_is_the_dense_one_over_the_chosen_keys(name: str, layout: str)
         expected = dense_attention(*wanted[:3], attend, None, 0.0, *wanted[3:])[0]
         gradients = torch.autograd.grad(expected, wanted, p.dout)
         for world_size, scheme in ((1, "ring"), (2, "all_gather"), (2, "ulysses"), (3, "ring"), (4, "auto")):
-            made = layout_of(layout, mask, world_size)
-
-            def rank(
-                group: object, made: Layout = made, scheme: str = scheme, sinks: Tensor | None = sinks
-            ) -> list[Tensor]:
-                sequence = ShardedSequence(mask, made, group, scheme=scheme)  # type: ignore[arg-type]
-                leaves = [sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v)]
-                own = [] if sinks is None else [sinks.clone().requires_grad_()]
-                local = choose_keys(*(sequence.shard(x, 1) for x in indexer(2)), sequence, 6)
-                out = ring_attention(*leaves, sequence, indices=local, sinks=own[0] if own else None)
-                (*of_leaves,) = torch.autograd.grad(out, leaves + own, sequence.shard(p.dout, 1))
-                whole = [sequence.unshard(x, 1) for x in (out, *of_leaves[:3])]
-                return [x.detach() for x in (*whole, *of_leaves[3:])]
-
-            of_ranks = LoopbackWorld(world_size).run(rank)
-            got = [*of_ranks[0][:4], *([sum(each[4] for each in of_ranks)] if sinks is not None else [])]
+            _, *got = attended(p, indexer(2), mask, layout_of(layout, mask, world_size), scheme, sinks)
             for x, y in zip(got, [expected, *gradients], strict=True):
                 torch.testing.assert_close(x, y.detach(), rtol=0, atol=FLOAT64_TOLERANCE)
 
@@ -182,16 +186,7 @@ def test_another_document_moves_no_bit() -> None:
         if changed:
             for x in (*of, p.q, p.k, p.v, p.dout):
                 x[:, other] += 1
-
-        def rank(group: object) -> list[Tensor]:
-            sequence = ShardedSequence(mask, layout, group)  # type: ignore[arg-type]
-            leaves = [sequence.shard(x, 1).requires_grad_() for x in (p.q, p.k, p.v)]
-            local = choose_keys(*(sequence.shard(x, 1) for x in of), sequence, 6)
-            out = ring_attention(*leaves, sequence, indices=local)
-            grads = torch.autograd.grad(out, leaves, sequence.shard(p.dout, 1))
-            return [sequence.unshard(x.detach(), 1) for x in (local, out, *grads)]
-
-        return LoopbackWorld(2).run(rank)[0]
+        return attended(p, of, mask, layout)
 
     keep = torch.ones(48, dtype=torch.bool)
     keep[other] = False

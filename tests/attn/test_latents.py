@@ -74,8 +74,16 @@ def exact(p: Problem, attend: Tensor) -> list[Tensor]:
 Use = Callable[..., Tensor]
 
 
-def attend(q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSequence, module: Expand) -> Tensor:
-    out: Tensor = ring_attention(q, latent, rope, sequence, expand=Latents(module, H, DV))
+def attend(
+    q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSequence, module: Expand, **options: Tensor
+) -> Tensor:
+    out: Tensor = ring_attention(q, latent, rope, sequence, expand=Latents(module, H, DV), **options)
+    return out
+
+
+def attend_heads(q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSequence, module: Expand) -> Tensor:
+    """Which travel."""
+    out: Tensor = ring_attention(q, *module(latent, rope), sequence)
     return out
 
 
@@ -100,17 +108,16 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) 
         torch.testing.assert_close(x.double(), y, rtol=0, atol=tolerance * max(1.0, float(y.abs().max())))
 
 
-SCHEMES = {1: ["ring"], 2: ["ring", "all_gather", "ulysses"], 3: ["ring", "all_gather"], 4: ["ring", "usp:2", "auto"]}
+SCHEMES = [(1, "ring"), (2, "all_gather"), (2, "ulysses"), (3, "ring"), (4, "usp:2"), (4, "auto")]
 
 
 @pytest.mark.parametrize(("name", "layout"), each_with_a_layout(MASKS))
 def test_expanded_blocks_are_what_one_process_expands(name: str, layout: str) -> None:
     mask, p = MASKS[name], problem()
     expected = exact(p, dense(mask))
-    for world_size, schemes in SCHEMES.items():
-        for scheme in schemes:
-            found = run(p, mask, layout_of(layout, mask, world_size), scheme)
-            assert_close(found, expected, FLOAT64_TOLERANCE)
+    for world_size, scheme in SCHEMES:
+        found = run(p, mask, layout_of(layout, mask, world_size), scheme)
+        assert_close(found, expected, FLOAT64_TOLERANCE)
 
 
 CHOSEN = torch.randint(0, 48, (2, 48, 7), generator=torch.Generator().manual_seed(2), dtype=torch.int32).sort(-1).values
@@ -118,9 +125,7 @@ CHOSEN[..., 1:][CHOSEN.diff(dim=-1) == 0] = -1  # none twice
 
 
 def attend_chosen(q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSequence, module: Expand) -> Tensor:
-    of_ring = {"expand": Latents(module, H, DV), "indices": sequence.shard(CHOSEN, 1)}
-    out: Tensor = ring_attention(q, latent, rope, sequence, **of_ring)
-    return out
+    return attend(q, latent, rope, sequence, module, indices=sequence.shard(CHOSEN, 1))
 
 
 @pytest.mark.parametrize(("name", "layout"), each_with_a_layout(["causal", "documents", "padding"]))
@@ -129,10 +134,9 @@ def test_chosen_keys_are_made_of_latents(name: str, layout: str) -> None:
     known = CHOSEN.long().masked_fill(CHOSEN < 0, 48)
     chosen = torch.zeros(2, 48, 49, dtype=torch.bool).scatter(-1, known, value=True)[..., :-1]
     expected = exact(p, chosen & dense(mask))
-    for world_size, schemes in SCHEMES.items():
-        for scheme in schemes:
-            found = run(p, mask, layout_of(layout, mask, world_size), scheme, attend_chosen)
-            assert_close(found, expected, FLOAT64_TOLERANCE)
+    for world_size, scheme in SCHEMES:
+        found = run(p, mask, layout_of(layout, mask, world_size), scheme, attend_chosen)
+        assert_close(found, expected, FLOAT64_TOLERANCE)
 
 
 def test_float32_is_as_one_process_to_its_rounding() -> None:
@@ -236,27 +240,18 @@ def test_heads_travel_where_latents_are_no_less(scheme: str, sizes: tuple[int, i
     assert found == planned == of_heads
 
 
-def test_auto_counts_latents() -> None:
-    """Heads of 88 numbers a token would make it Ulysses; as latents of 12, a ring sends less."""
-    mask, p = IntervalMask.causal(48), problem()
-    used: list[str] = []
+@pytest.mark.parametrize(("use", "scheme"), [(attend, "ring"), (attend_heads, "ulysses")])
+def test_auto_counts_latents(use: Use, scheme: str) -> None:
+    """Heads of 88 numbers a token make it Ulysses; as latents of 12, a ring sends less."""
+    used: set[str] = set()
 
-    def use(q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSequence, module: Expand) -> Tensor:
-        out = attend(q, latent, rope, sequence, module)
-        used.extend(sequence._schemes.values())
+    def and_look(*given: Any) -> Tensor:
+        out = use(*given)
+        used.update(given[3]._schemes.values())
         return out
 
-    run(p, mask, Layout.zigzag(48, 2), "auto", use)
-    assert {*used} == {"ring"}
-    sequence_schemes: list[str] = []
-
-    def with_heads(q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSequence, module: Expand) -> Tensor:
-        out: Tensor = ring_attention(q, *module(latent, rope), sequence)
-        sequence_schemes.extend(sequence._schemes.values())
-        return out
-
-    run(p, mask, Layout.zigzag(48, 2), "auto", with_heads)
-    assert {*sequence_schemes} == {"ulysses"}
+    run(problem(), IntervalMask.causal(48), Layout.zigzag(48, 2), "auto", and_look)
+    assert used == {scheme}
 
 
 # ---- what is refused ------------------------------------------------------------------------------
@@ -272,36 +267,25 @@ class Wrong(Expand):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("of", "change", "words"),
     [
-        (lambda k, v: (k[:, :-1], v[:, :-1]), "expected of each 4 heads of head dims 16 and 10"),
-        (lambda k, v: (k[:, :, :2], v[:, :, :2]), "expected of each 4 heads"),
-        (lambda k, v: (k, v[..., :3]), "expected of each 4 heads of head dims 16 and 10"),
-        (lambda k, v: (k[..., :3], v), "k has head dim 3 but q has 16"),
-        (lambda k, v: (k.float(), v.float()), "k has dtype torch.float32 but q has torch.float64"),
-        (lambda k, v: (k.mT.contiguous().mT, v), "expected 1; call .contiguous()"),
+        ("the module", lambda k, v: (k[:, :-1], v[:, :-1]), "expected of each 4 heads of head dims 16 and 10"),
+        ("the module", lambda k, v: (k[:, :, :2], v[:, :, :2]), "expected of each 4 heads"),
+        ("the module", lambda k, v: (k, v[..., :3]), "expected of each 4 heads of head dims 16 and 10"),
+        ("the module", lambda k, v: (k[..., :3], v), "k has head dim 3 but q has 16"),
+        ("the module", lambda k, v: (k.float(), v.float()), "k has dtype torch.float32 but q has torch.float64"),
+        ("the module", lambda k, v: (k.mT.contiguous().mT, v), r"expected 1; call .contiguous\(\)"),
+        ("the latents", lambda k, v: (k.squeeze(2), v), r"the latents k and v are torch.float64 \(2, 24, 8\)"),
+        ("the latents", lambda k, v: (k, v.float()), "of one floating dtype"),
+        ("the latents", lambda k, v: (k[:1], v[:1]), "and 2 rows"),
+        ("the latents", lambda k, v: (k[:, :-1], v[:, :-1]), "k and v have 23"),
+        ("the latents", lambda k, v: (k[..., ::2], v), "stride 1"),
     ],
 )
-def test_a_module_that_makes_something_else_is_refused(change: Any, words: str) -> None:
+def test_keys_and_values_of_another_shape_are_refused(of: str, change: Any, words: str) -> None:
     def use(q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSequence, module: Expand) -> Tensor:
-        return attend(q, latent, rope, sequence, Wrong(change))
-
-    with pytest.raises(InputError, match=words.replace("(", r"\(").replace(")", r"\)")):
-        run(problem(), MASKS["causal"], Layout.zigzag(48, 2), use=use)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda k, v: (k.squeeze(2), v), r"the latents k and v are torch.float64 \(2, 24, 8\)"),
-        (lambda k, v: (k, v.float()), "of one floating dtype"),
-        (lambda k, v: (k[:1], v[:1]), "and 2 rows"),
-        (lambda k, v: (k[:, :-1], v[:, :-1]), "k and v have 23"),
-        (lambda k, v: (k[..., ::2], v), "stride 1"),
-    ],
-)
-def test_latents_that_do_not_fit_are_refused(change: Any, words: str) -> None:
-    def use(q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSequence, module: Expand) -> Tensor:
+        if of == "the module":
+            return attend(q, latent, rope, sequence, Wrong(change))
         return attend(q, *change(latent, rope), sequence, module)
 
     with pytest.raises(InputError, match=words):
@@ -310,10 +294,7 @@ def test_latents_that_do_not_fit_are_refused(change: Any, words: str) -> None:
 
 def test_ranks_that_disagree_on_what_travels_are_named() -> None:
     def use(q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSequence, module: Expand) -> Tensor:
-        if sequence.rank == 0:
-            return attend(q, latent, rope, sequence, module)
-        out: Tensor = ring_attention(q, *module(latent, rope), sequence)
-        return out
+        return (attend_heads if sequence.rank else attend)(q, latent, rope, sequence, module)
 
     with pytest.raises(RingMismatchError, match="latent_dim"):
         run(problem(), MASKS["causal"], Layout.zigzag(48, 2), use=use)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -70,29 +72,31 @@ def everything_made(seq_len: int) -> list[Tensor]:
     return outs + [LoopbackWorld(2).run(lambda group, layout=layout: on_rank(group, layout))[0] for layout in layouts]
 
 
+@contextlib.contextmanager
+def set_to(setter: Callable[[Any], None], value: object, usual: object) -> Iterator[None]:
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(usual)
+
+
 @pytest.mark.parametrize(
-    ("seq_len", "default"), [(61, "device meta"), (62, "default device meta"), (63, "float64"), (64, "bfloat16")]
+    ("seq_len", "default"),
+    [
+        (61, lambda: torch.device("meta")),
+        (62, lambda: set_to(torch.set_default_device, "meta", None)),
+        (63, lambda: set_to(torch.set_default_dtype, torch.float64, torch.float32)),
+        (64, lambda: set_to(torch.set_default_dtype, torch.bfloat16, torch.float32)),
+    ],
 )
-def test_defaults_of_torch_reach_no_host_tensor(seq_len: int, default: str) -> None:
+def test_defaults_of_torch_reach_no_host_tensor(seq_len: int, default: Callable[[], Any]) -> None:
     """transformers makes models under torch.device("meta"): what is made and remembered there serves later calls.
 
     The lengths differ from each other, so that nothing made before is found.
     """
-    if default == "device meta":
-        with torch.device("meta"):
-            made = everything_made(seq_len)
-    elif default == "default device meta":
-        torch.set_default_device("meta")
-        try:
-            made = everything_made(seq_len)
-        finally:
-            torch.set_default_device(None)
-    else:
-        torch.set_default_dtype(getattr(torch, default))
-        try:
-            made = everything_made(seq_len)
-        finally:
-            torch.set_default_dtype(torch.float32)
+    with default():
+        made = everything_made(seq_len)
     again = everything_made(seq_len)
     assert made[0].device.type == "cpu"
     for out, expected in zip(made, again, strict=True):

@@ -174,36 +174,63 @@ def test_compiled_op_names_each_tensor_that_is_missing(name: str) -> None:
             getattr(torch.ops.ringtile, name)(*arguments[:i], None, *arguments[i + 1 :])
 
 
+def delta_arguments() -> dict[str, torch.Tensor]:
+    rows = {name: torch.randn(B, N, H, Dv) for name in ("dout", "out")}
+    return rows | {"dlse": torch.randn(B, H, N).double()}
+
+
+def with_a_stride(x: Tensor) -> Tensor:
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+
 @pytest.mark.parametrize(
-    ("name", "change", "message"),
+    ("op", "name", "change", "message"),
     [
-        ("q", lambda x: x[0], "q has shape"),
-        ("q", lambda x: x.int(), "k has dtype Float, expected Int"),
-        ("q", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "stride"),
-        ("k", lambda x: x.double(), "k has dtype"),
-        ("k", lambda x: x[:, :, :, :-1], "k has shape"),
-        ("v", lambda x: x[:, :-1], "v has shape"),
-        ("v", lambda x: x[:1], "v has shape"),
-        ("k_runs", lambda x: x.int(), "k_runs has dtype"),
-        ("k_runs", lambda x: x[:, :3].contiguous(), "k_runs has shape"),
-        ("k_runs", lambda x: x + 1, "a run needs"),
-        ("begin", lambda x: x.long(), "begin has dtype"),
-        ("begin", lambda x: x[:, :-1].contiguous(), "begin has shape"),
-        ("end", lambda x: x.expand(3, N).contiguous(), "end has shape"),
-        ("out", lambda x: x.half(), "out has dtype"),
-        ("out", lambda x: x[..., :-1], "out has shape"),
-        ("lse", lambda x: x.transpose(1, 2), "lse"),
-        ("q", lambda x: x[:, :, :3], "num_heads must be a multiple of num_kv_heads"),
+        ("attn_fwd_", "q", lambda x: x[0], "q has shape"),
+        ("attn_fwd_", "q", lambda x: x.int(), "k has dtype Float, expected Int"),
+        ("attn_fwd_", "q", with_a_stride, "stride"),
+        ("attn_fwd_", "k", lambda x: x.double(), "k has dtype"),
+        ("attn_fwd_", "k", lambda x: x[:, :, :, :-1], "k has shape"),
+        ("attn_fwd_", "v", lambda x: x[:, :-1], "v has shape"),
+        ("attn_fwd_", "v", lambda x: x[:1], "v has shape"),
+        ("attn_fwd_", "k_runs", lambda x: x.int(), "k_runs has dtype"),
+        ("attn_fwd_", "k_runs", lambda x: x[:, :3].contiguous(), "k_runs has shape"),
+        ("attn_fwd_", "k_runs", lambda x: x + 1, "a run needs"),
+        ("attn_fwd_", "begin", lambda x: x.long(), "begin has dtype"),
+        ("attn_fwd_", "begin", lambda x: x[:, :-1].contiguous(), "begin has shape"),
+        ("attn_fwd_", "end", lambda x: x.expand(3, N).contiguous(), "end has shape"),
+        ("attn_fwd_", "out", lambda x: x.half(), "out has dtype"),
+        ("attn_fwd_", "out", lambda x: x[..., :-1], "out has shape"),
+        ("attn_fwd_", "out", lambda x: x[:1, :, :1].expand(x.shape), "must not overlap itself"),
+        ("attn_fwd_", "lse", lambda x: x.transpose(1, 2), "lse"),
+        ("attn_fwd_", "q", lambda x: x[:, :, :3], "num_heads must be a multiple of num_kv_heads"),
+        *(
+            ("attn_bwd_", name, lambda x: x[:, :-1].contiguous(), f"{name} has shape")
+            for name in ("dout", "delta", "dq", "dk", "dv")
+        ),
+        ("attn_delta", "dout", lambda x: x[0], "dout has shape"),
+        ("attn_delta", "dout", lambda x: x.int(), "out has dtype Float, expected Int"),
+        ("attn_delta", "dout", with_a_stride, "dout has stride"),
+        ("attn_delta", "out", lambda x: x[:, :-1], "out has shape"),
+        ("attn_delta", "out", lambda x: x.half(), "out has dtype"),
+        ("attn_delta", "out", with_a_stride, "out has stride"),
+        ("attn_delta", "dlse", lambda x: x.float(), "dlse has dtype"),
+        ("attn_delta", "dlse", lambda x: x.transpose(1, 2), "dlse must be contiguous"),
+        ("attn_delta", "dlse", lambda x: x[:, :-1].contiguous(), "dlse has shape"),
     ],
 )
-def test_attention_op_refuses_unreadable_arguments(name: str, change: object, message: str) -> None:
-    arguments = attention_arguments()
-    arguments[name] = change(arguments[name])  # type: ignore[operator]
+def test_attention_ops_refuse_unreadable_arguments(
+    op: str, name: str, change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    arguments = delta_arguments() if op == "attn_delta" else attention_arguments()
+    arguments[name] = change(arguments[name])
     if name == "q":
         arguments["out"] = arguments["out"][:, :, : arguments["q"].shape[-2]]
         arguments["lse"] = arguments["lse"][:, : arguments["q"].shape[-2]].contiguous()
+    names = {"attn_fwd_": FORWARD, "attn_bwd_": BACKWARD}
+    given = pick(arguments, names[op]) if op in names else arguments.values()
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.ringtile.attn_fwd_(*pick(arguments, FORWARD))
+        getattr(torch.ops.ringtile, op)(*given)
 
 
 @pytest.mark.parametrize(
@@ -269,47 +296,6 @@ def test_attention_ops_refuse_malformed_rounded_results(change: Callable[[Tensor
         ops.attn_bwd_(*pick(arguments, BACKWARD), rounded_dv=rounded[1])
 
 
-@pytest.mark.parametrize("name", ["dout", "delta", "dq", "dk", "dv"])
-def test_attention_backward_op_refuses_a_wrong_shape(name: str) -> None:
-    arguments = attention_arguments()
-    arguments[name] = arguments[name][:, :-1].contiguous()
-    with pytest.raises(RuntimeError, match=f"{name} has shape"):
-        torch.ops.ringtile.attn_bwd_(*pick(arguments, BACKWARD))
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("dout", lambda x: x[0], "dout has shape"),
-        ("dout", lambda x: x.int(), "out has dtype Float, expected Int"),
-        ("dout", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "dout has stride"),
-        ("out", lambda x: x[:, :-1], "out has shape"),
-        ("out", lambda x: x.half(), "out has dtype"),
-        ("out", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "out has stride"),
-        ("dlse", lambda x: x.float(), "dlse has dtype"),
-        ("dlse", lambda x: x.transpose(1, 2), "dlse must be contiguous"),
-        ("dlse", lambda x: x[:, :-1].contiguous(), "dlse has shape"),
-    ],
-)
-def test_delta_op_refuses_unreadable_arguments(name: str, change: object, message: str) -> None:
-    arguments = {
-        "dout": torch.randn(B, N, H, Dv),
-        "out": torch.randn(B, N, H, Dv),
-        "dlse": torch.randn(B, H, N).double(),
-    }
-    arguments[name] = change(arguments[name])  # type: ignore[operator]
-    with pytest.raises(RuntimeError, match=message):
-        ops.attn_delta(**arguments)
-
-
-def test_delta_op_refuses_dtypes_and_head_dims_of_attention() -> None:
-    dlse = torch.zeros(B, H, N, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="dtype Int is not supported"):
-        ops.attn_delta(*(torch.zeros(B, N, H, Dv, dtype=torch.int32) for _ in range(2)), dlse)
-    with pytest.raises(RuntimeError, match="head_dim and v_head_dim must be"):
-        ops.attn_delta(*(torch.zeros(B, N, H, 513) for _ in range(2)), dlse)
-
-
 @pytest.mark.in_torch_too
 @pytest.mark.parametrize(
     ("name", "change", "message"),
@@ -346,13 +332,6 @@ def test_merge_op_refuses_unreadable_arguments(name: str, change: object, messag
     arguments[name] = change(arguments[name])  # type: ignore[operator]
     with pytest.raises(RuntimeError, match=message):
         ops.attn_merge_(**arguments)
-
-
-@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_attention_op_refuses_a_scale_that_is_not_finite(scale: float) -> None:
-    arguments = attention_arguments()
-    with pytest.raises(RuntimeError, match="scale and softcap must be finite"):
-        torch.ops.ringtile.attn_fwd_(*(arguments[name] for name in FORWARD), scale, 0.0)
 
 
 @pytest.mark.parametrize("x", [True, 2.5, [], [torch.ones(2, 3), 1]])
@@ -465,13 +444,6 @@ def test_rows_of_two_tensors_may_not_meet() -> None:
         ops.rows_pack_([xs[0], xs[0]], runs, dim, [ys[0], ys[0]])
     with pytest.raises(RuntimeError, match="33 tensors, expected at most 32"):
         ops.rows_pack_([xs[0]] * 33, runs, dim, [ys[0]] * 33)
-
-
-def test_attention_refuses_outputs_that_overlap() -> None:
-    arguments = attention_arguments()
-    arguments["out"] = torch.zeros(1, N, 1, Dv).expand(B, N, H, Dv)
-    with pytest.raises(RuntimeError, match="must not overlap itself"):
-        torch.ops.ringtile.attn_fwd_(*pick(arguments, FORWARD))
 
 
 @pytest.mark.in_torch_too

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,22 +121,27 @@ def test_disagreement_is_named_on_every_rank(world_size: int, odd: int, names: l
 
 
 def out_of_order() -> list[str]:
-    """Rank 0 calls A then B, rank 1 calls B then A; then rank 1 goes backward where rank 0 goes forward."""
+    """Rank 0 calls A then B, rank 1 calls B then A; then rank 1 goes backward where rank 0 goes forward; then each goes
+    backward through another forward."""
     group = dist.new_group()
     calls = [USUAL, replace(USUAL, num_heads=8)]
     messages = [mismatch(call, group) for call in (calls if dist.get_rank() == 0 else calls[::-1])]
-    out = USUAL.forward(group)
+    one, two, three = (USUAL.forward(group) for _ in range(3))
     with pytest.raises(RingMismatchError) as caught:
-        USUAL.forward(group) if dist.get_rank() == 0 else out.sum().backward()
-    return [*messages, str(caught.value)]
+        USUAL.forward(group) if dist.get_rank() == 0 else one.sum().backward()
+    with pytest.raises(RingMismatchError) as of_forwards:
+        (two, three)[dist.get_rank()].sum().backward()
+    return [*messages, str(caught.value), str(of_forwards.value)]
 
 
-def test_calls_in_another_order_are_named() -> None:
-    first, second, third = run_ranks(2, out_of_order)[0]
+def test_calls_in_another_order_and_backwards_of_different_forwards_are_named() -> None:
+    first, second, third, fourth = run_ranks(2, out_of_order)[0]
     assert "disagree on num_heads in call 1" in first
     assert "rank 0 has 4, rank 1 has 8" in first
     assert "disagree on num_heads in call 2" in second
     assert "rank 0 has ring_attention forward, rank 1 has ring_attention backward" in third
+    of_forward = "disagree on call of the forward in call 7 (ring_attention backward): rank 0 has 4, rank 1 has 5"
+    assert of_forward in fourth
 
 
 def of_batches(numbers_of_ranks: list[list[int]]) -> list[str]:
@@ -185,21 +190,6 @@ def of_a_rank_that_stumbles() -> list[bool]:
 def test_a_batch_that_one_rank_gave_up_says_nothing_of_later_ones() -> None:
     """A fingerprint of what a sequence sharded first would differ for good: the sequence is found again."""
     assert run_ranks(2, of_a_rank_that_stumbles) == [[True, True]] * 2
-
-
-def backward_of_another_forward() -> str:
-    group = dist.new_group()
-    outs = [USUAL.forward(group) for _ in range(2)]
-    with pytest.raises(RingMismatchError) as caught:
-        outs[dist.get_rank()].sum().backward()
-    return str(caught.value)
-
-
-def test_backwards_of_different_forwards_are_named() -> None:
-    assert (
-        "disagree on call of the forward in call 3 (ring_attention backward): rank 0 has 1, rank 1 has 2"
-        in run_ranks(2, backward_of_another_forward)[0]
-    )
 
 
 def two_threads_on_one_group() -> list[str]:
@@ -272,20 +262,6 @@ def test_a_process_that_is_not_a_member_is_refused() -> None:
 # ---- lost ranks ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh_pool() -> Iterator[Any]:
-    """Makes a pool that a test may ruin."""
-    pools = []
-
-    def make(world_size: int, group_timeout: float) -> Pool:
-        pools.append(Pool(world_size, group_timeout))
-        return pools[-1]
-
-    yield make
-    for pool in pools:
-        pool.close()
-
-
 def ring_with_victim(signal_number: int, where: str) -> tuple[str, float]:
     """The last rank sends itself a signal before it posts a message; what the others are told, and seconds after it."""
     transport, store = transport_of(dist.group.WORLD), dist.distributed_c10d._get_default_store()
@@ -315,9 +291,10 @@ def ring_with_victim(signal_number: int, where: str) -> tuple[str, float]:
         *(pytest.param(*cell, marks=pytest.mark.long) for cell in ((2, "round 1"), (4, "the gradients of round 1"))),
     ],
 )
-def test_killed_rank_ends_the_ring_of_all_others(fresh_pool: Any, world_size: int, where: str) -> None:
+def test_killed_rank_ends_the_ring_of_all_others(world_size: int, where: str) -> None:
     """All survivors name the victim, those too that only wait for a rank that gave up."""
-    outcomes = fresh_pool(world_size, 60.0).outcomes(ring_with_victim, signal.SIGKILL, where)
+    with contextlib.closing(Pool(world_size, 60.0)) as pool:
+        outcomes = pool.outcomes(ring_with_victim, signal.SIGKILL, where)
     assert isinstance(outcomes.pop(), EOFError)
     direction = "backward" if "gradients" in where else "forward"
     for rank, (message, seconds) in enumerate(outcomes):
@@ -330,11 +307,10 @@ def test_killed_rank_ends_the_ring_of_all_others(fresh_pool: Any, world_size: in
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_stopped_rank_is_named_by_all_after_the_timeout_of_the_group(fresh_pool: Any, world_size: int) -> None:
+def test_stopped_rank_is_named_by_all_after_the_timeout_of_the_group(world_size: int) -> None:
     group_timeout, victim = 4.0, world_size - 1
-    outcomes = fresh_pool(world_size, group_timeout).outcomes(
-        ring_with_victim, signal.SIGSTOP, "round 1", stopped=victim
-    )
+    with contextlib.closing(Pool(world_size, group_timeout)) as pool:
+        outcomes = pool.outcomes(ring_with_victim, signal.SIGSTOP, "round 1", stopped=victim)
     for rank, (message, seconds) in enumerate(outcomes[:-1]):
         place = rf"round [123] of call 1 \(ring_attention forward\) of rank {rank}: "
         assert re.match(f"rank {victim} was lost in {place}", message), message
@@ -362,8 +338,9 @@ def failing_kernel() -> str:
     return first
 
 
-def test_rank_that_fails_inside_the_ring_is_named(fresh_pool: Any) -> None:
-    *others, last = fresh_pool(3, 60.0).run(failing_kernel, timeout=30.0)
+def test_rank_that_fails_inside_the_ring_is_named() -> None:
+    with contextlib.closing(Pool(3, 60.0)) as pool:
+        *others, last = pool.run(failing_kernel, timeout=30.0)
     assert last == "no memory left"
     for message in others:
         assert "rank 2 was lost in" in message

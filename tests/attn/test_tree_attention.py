@@ -14,7 +14,6 @@ from oracle import dense_gradients
 from ringtile import (
     IntervalMask,
     Layout,
-    LoopbackWorld,
     RefusedError,
     ShardedSequence,
     attention,
@@ -23,7 +22,6 @@ from ringtile import (
 )
 from ringtile.sequence.pieces import MAX_STRETCHES, Piece, find_pieces
 from ringtile.sequence.plan import rank_plan
-from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense
 
 
@@ -109,22 +107,3 @@ def test_a_tree_of_many_branches_is_refused_by_aten() -> None:
     found = find_pieces(of_rank.begin, of_rank.end, round.k_runs, round.key_bounds, torch.arange(48))
     prompt = Piece(0, 16, 0, 16, gains=True), Piece(16, 48, 0, 16)
     assert found == ((*prompt, Piece(16, 32, 16, 32, gains=True), Piece(32, 48, 32, 48, gains=True)),)
-
-
-def test_ranks_with_other_trees_notice() -> None:
-    """Same intervals of queries, other intervals of keys."""
-    masks = [IntervalMask.tree([-1, 0, 0, 0], [4, 4, 8 - n, 4 + n]) for n in (0, 2)]
-    assert torch.equal(masks[0].begin, masks[1].begin)
-    assert torch.equal(masks[0].end, masks[1].end)
-
-    def on_rank(group: LoopbackGroup) -> str:
-        q = torch.randn(1, 10, 1, 4)
-        try:
-            ring_attention(q, q, q, mask=masks[group.transport.rank], layout=Layout.zigzag(20, 2), group=group)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
-
-    for said in LoopbackWorld(2).run(on_rank):
-        assert said.startswith("RingMismatchError"), said
-        assert "mask" in said

@@ -31,7 +31,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tools": (28, 3760),
     "tests": (9, 1149),
     "tests/bench": (4, 680),
-    "tests/attn": (26, 5753),
+    "tests/attn": (26, 5632),
     "tests/c": (32, 7429),
     "tests/campaigns": (21, 4326),
     "tests/cli": (12, 2025),

@@ -365,6 +365,15 @@ if os.fork() == 0:
         print(error, "ringtile._C" in sys.modules, flush=True)
     os._exit(0)
 os.wait()
+if os.fork() == 0:
+    def asked(*args): raise SystemExit("asked")
+    for name in ("is_available", "device_count", "init", "current_device"): setattr(torch.cuda, name, asked)
+    torch._C._cuda_getDeviceCount = asked
+    import ringtile
+    q, mask, layout = torch.ones(1, 4, 1, 8), ringtile.IntervalMask.causal(4), ringtile.Layout.contiguous(4, 1)
+    ringtile.ring_attention(q, q, q, mask=mask, layout=layout)
+    os._exit(0)
+assert os.wait()[1] == 0
 
 import ringtile, ringtile.cli.doctor
 q = torch.ones(1, 4, 1, 8)
@@ -384,7 +393,8 @@ for use in (lambda: ringtile.enable, lambda: __import__("ringtile.auto"), lambda
 
 def test_what_runs_without_other_packages_and_what_names_them() -> None:
     """Attention and the doctor need torch alone. A torch that is too old is named before the binary,
-    whose symbols it may lack, is loaded; `import ringtile` itself works, for the doctor."""
+    whose symbols it may lack, is loaded; `import ringtile` itself works, for the doctor. Neither it nor a call on a CPU
+    asks about CUDA: a process that has asked cannot fork workers that use a GPU."""
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     old, *missing = done.stdout.splitlines()
