@@ -59,14 +59,28 @@ def test_the_rest_stays_connected_without_seven_ranks(world_size: int) -> None:
 # ---- 1,024 simulated ranks ----------------------------------------------------------------------
 
 
-class World:
-    """Detectors whose messages take a random time on a virtual clock."""
+class Clock:
+    """A virtual one: what happens on it takes no time."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.rng = random.Random(1)
+    def __init__(self, seed: int) -> None:
+        self.now, self.rng = 0.0, random.Random(seed)
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.number = itertools.count()
+
+    def at(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (seconds, next(self.number), action))
+
+    def run(self) -> None:
+        while self.events:
+            self.now, _, action = heapq.heappop(self.events)
+            action()
+
+
+class World(Clock):
+    """Detectors whose messages take a random time."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
         self.num_messages = [0] * W
         self.lost: set[int] = set()
         self.channels = [Channel(self, rank) for rank in range(W)]
@@ -86,18 +100,13 @@ class World:
             if self.detectors[receiver]._heard() is not None:
                 self.known.setdefault(receiver, self.now)
 
-        heapq.heappush(self.events, (at, next(self.number), arrive))
+        self.at(at, arrive)
 
     def kill(self, ranks: set[int]) -> None:
         self.lost |= ranks
         for rank in ranks:
             for peer in neighbors(rank, W):
                 self.post(rank, peer, None)
-
-    def run(self) -> None:
-        while self.events:
-            self.now, _, arrive = heapq.heappop(self.events)
-            arrive()
 
 
 class Channel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -79,11 +80,8 @@ def one_rank_refuses() -> dict[str, tuple[str, float]]:
 
 
 def test_what_one_rank_refuses_is_told_to_the_others() -> None:
-    pool = Pool(2)  # a call without a group can be told where there is one group only
-    try:
+    with contextlib.closing(Pool(2)) as pool:  # a call without a group can be told where there is one group only
         refusing, other = pool.run(one_rank_refuses)
-    finally:
-        pool.close()
     assert len(refusing) == len(WRONG_OF_ONE_RANK) + 3
     for name, (message, _) in refusing.items():
         assert message.startswith(("InputError", "RefusedError")), (name, message)

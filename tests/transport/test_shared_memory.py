@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -59,11 +58,8 @@ def over_both() -> tuple[bool, frozenset[int], frozenset[int]]:
     return same, sharing, sharing_slow
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_shared_memory_and_gloo_give_the_same_bits(world_size: int) -> None:
-    ranks = frozenset(range(world_size))
-    expected = [(True, ranks - {rank}, frozenset()) for rank in ranks]
-    assert run_ranks(world_size, over_both) == expected
+def test_shared_memory_and_gloo_give_the_same_bits() -> None:
+    assert run_ranks(2, over_both) == [(True, {1}, set()), (True, {0}, set())]
 
 
 def one_rank_does_not() -> tuple[bool, frozenset[int]]:
@@ -174,13 +170,6 @@ def test_segments_go_with_their_group_and_not_to_forked_processes() -> None:
     assert run_ranks(2, segments_of_a_group) == [[2, 0, 0]] * 2
 
 
-@pytest.fixture
-def fresh_pool() -> Iterator[Any]:
-    pool = Pool(2, 60.0)
-    yield pool
-    pool.close()
-
-
 def killed_with_a_child() -> tuple[str, float]:
     """Rank 1 forks a process that outlives it, as a DataLoader does, and is killed in a long message."""
     group, sharing = opened()
@@ -210,7 +199,8 @@ def killed_with_a_child() -> tuple[str, float]:
     return "nothing happened", 0.0
 
 
-def test_a_rank_that_is_killed_while_its_child_lives_on_is_named_at_once(fresh_pool: Any) -> None:
-    message, seconds = fresh_pool.outcomes(killed_with_a_child)[0]
+def test_a_rank_that_is_killed_while_its_child_lives_on_is_named_at_once() -> None:
+    with contextlib.closing(Pool(2, 60.0)) as pool:
+        message, seconds = pool.outcomes(killed_with_a_child)[0]
     assert re.match(r"rank 1 was lost in (round [01]|the header) of call 2 \(test\) of rank 0: ", message), message
     assert seconds < 2, message

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import gc
-import heapq
-import itertools
 import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 from unittest import mock
 
@@ -21,28 +20,22 @@ from ringtile import RingMismatchError
 from ringtile.transport import failures, shared_memory
 from ringtile.transport.agreement import Headers, Terms, tree_neighbors
 from ringtile.transport.groups import transport_of
+from test_failures import HOP_SECONDS, Clock, W
 from test_transport import exchange
 
-W = 1024
 LONG = 1_000_000
-HOP_SECONDS = 0.05  # at most, from one rank to another: a busy host
 
 
-class World:
+class World(Clock):
     """Ranks whose headers take a random time."""
 
     def __init__(self, world_size: int, seed: int = 0) -> None:
-        self.now, self.rng = 0.0, random.Random(seed)
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
-        self.number = itertools.count()
+        super().__init__(seed)
         self.call = 0
         channels = [Channel(self, rank, world_size) for rank in range(world_size)]
         self.channels = channels
         self.headers = [Headers(rank, world_size, channels[rank]) for rank in range(world_size)]  # type: ignore[arg-type]
         self.outcome: dict[int, tuple[float, str]] = {}  # by rank, when it knew, and the text of a mismatch
-
-    def at(self, seconds: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self.events, (seconds, next(self.number), action))
 
     def make(self, ops: list[str], refused: Collection[int] = (), late: dict[int, float] | None = None) -> None:
         """A call of every rank, of that op; late: by rank, how much later than the others it comes."""
@@ -54,9 +47,7 @@ class World:
         for rank, op in enumerate(ops):
             delay = self.rng.uniform(0.0, HOP_SECONDS) + (late or {}).get(rank, 0.0)
             self.at(began + delay, lambda rank=rank, op=op: self.come(rank, op, rank in refused))  # type: ignore[misc]
-        while self.events:
-            self.now, _, action = heapq.heappop(self.events)
-            action()
+        self.run()
         self.outcome = {rank: (when - began, text) for rank, (when, text) in self.outcome.items()}
 
     def come(self, rank: int, op: str, refuses: bool) -> None:
@@ -177,9 +168,6 @@ def posted_late(odd: int, late: int) -> list[float]:
 
 def test_messages_of_gloo_that_nobody_waits_for_stop_no_other() -> None:
     """Rank 3 sends to rank 0, and rank 0 to rank 1, in a call on which they agree and rank 2 does not."""
-    pool = Pool(4)
-    try:
+    with contextlib.closing(Pool(4)) as pool:
         for late in (1, 3):
             assert pool.run(posted_late, 2, late, timeout=60) == [[LONG, 20.0, LONG]] * 4
-    finally:
-        pool.close()
