@@ -69,7 +69,7 @@ LINEAR: dict[str, tuple[Callable[[int], Callable[[], object]], int]] = {
     "Layout.balanced": (lambda n: lambda: Layout.balanced(IntervalMask.causal(16 * n), 8, chunk=16), 512),
     "a layout in any local order": (
         lambda n: lambda: Layout.from_runs([[(2 * i, 1, 2 * (n - 1 - i), 2) for i in range(n)]]),
-        16000,
+        8000,
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -141,27 +142,14 @@ def test_tensors_written_to_are_another_sequence() -> None:
     assert second.mask == IntervalMask.full(40)
 
 
-def test_a_mask_written_to_is_refused() -> None:
-    mask = IntervalMask.causal(40)
-    sequence = ShardedSequence(mask, ONE)
-    mask.end.fill_(40)
-    p = problem(seq_len=40)
-    for attend in (
-        lambda: ring_attention(p.q, p.k, p.v, sequence),
-        lambda: attend_through_op(p.q, p.k, p.v, sequence, 0.25),
-    ):
+@pytest.mark.parametrize(("two_sides", "field"), [(False, "mask.end"), (True, "end"), (True, "mask.key_end")])
+def test_a_mask_written_to_is_refused(two_sides: bool, field: str) -> None:
+    mask = IntervalMask.shared_prefix(20, [10, 10]) if two_sides else IntervalMask.causal(40)
+    sequence, p = ShardedSequence(mask, ONE), problem(seq_len=40)
+    operator.attrgetter(field)(sequence).fill_(40)
+    for attend in (ring_attention, lambda *given: attend_through_op(*given, 0.25)):
         with pytest.raises(InputError, match="the mask was written to after the sequence was made"):
-            attend()
-
-
-@pytest.mark.parametrize("field", ["key_end", "end"])
-def test_a_mask_with_two_sides_written_to_is_refused(field: str) -> None:
-    mask = IntervalMask.shared_prefix(20, [10, 10])
-    sequence = ShardedSequence(mask, ONE)
-    getattr(sequence if field == "end" else mask, field).fill_(40)
-    p = problem(seq_len=40)
-    with pytest.raises(InputError, match="the mask was written to after the sequence was made"):
-        ring_attention(p.q, p.k, p.v, sequence)
+            attend(p.q, p.k, p.v, sequence)
 
 
 def test_two_sides_are_found_again_by_their_tensors() -> None:
