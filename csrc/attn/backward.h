@@ -38,39 +38,34 @@ typedef struct backward_scratch {
     real *q_pairs, *dout_pairs, *k_columns;
 } backward_scratch;
 
-static int64_t backward_scratch_bytes(const rt_attn_params *p) {
+// As forward_lay_out.
+static int64_t backward_lay_out(const rt_attn_params *p, char *workspace, backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const word_kind kind = input_kind(p);
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
-    const int64_t reals = TILE_ROWS * (2 * d + dv + d_words + dv_words) +
-                          TILE_KEYS * (2 * d + dv + (kind == REALS ? 0 : d_words) + dv_words + 2 * PANEL) +
-                          num_factors(p) + for_tiles(p, TILE_ROWS / 2 * (d + dv) + TILE_KEYS / 2 * d);
-    return round_up((int64_t)sizeof(backward_scratch), 64) + reals * (int64_t)sizeof(real);
+    arena space = {workspace, round_up((int64_t)sizeof(*s), 64)}, *const at = &space;
+    s->q = take(at, TILE_ROWS * d);
+    s->q_panels = take(at, TILE_ROWS * d_words);
+    s->dq = take(at, TILE_ROWS * d);
+    s->dout = take(at, TILE_ROWS * dv);
+    s->dout_panels = take(at, TILE_ROWS * dv_words);
+    s->k = take(at, TILE_KEYS * d);
+    s->k_words = kind == REALS ? s->k : take(at, TILE_KEYS * d_words);
+    s->dk = take(at, TILE_KEYS * d);
+    s->v_words = take(at, TILE_KEYS * dv_words);
+    s->dv = take(at, TILE_KEYS * dv);
+    s->weights = take(at, TILE_KEYS * PANEL);
+    s->dscores = take(at, TILE_KEYS * PANEL);
+    s->factors = take(at, num_factors(p));
+    s->q_pairs = take(at, for_tiles(p, TILE_ROWS / 2 * d));
+    s->dout_pairs = take(at, for_tiles(p, TILE_ROWS / 2 * dv));
+    s->k_columns = take(at, for_tiles(p, TILE_KEYS / 2 * d));
+    return space.num_bytes;
 }
 
-static backward_scratch *backward_scratch_at(const rt_attn_params *p, char *workspace) {
-    const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
-    const word_kind kind = input_kind(p);
-    const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
-    backward_scratch *s = (backward_scratch *)(void *)workspace;
-    workspace += round_up((int64_t)sizeof(*s), 64);
-    s->q = attn_take(&workspace, TILE_ROWS * d);
-    s->q_panels = attn_take(&workspace, TILE_ROWS * d_words);
-    s->dq = attn_take(&workspace, TILE_ROWS * d);
-    s->dout = attn_take(&workspace, TILE_ROWS * dv);
-    s->dout_panels = attn_take(&workspace, TILE_ROWS * dv_words);
-    s->k = attn_take(&workspace, TILE_KEYS * d);
-    s->k_words = kind == REALS ? s->k : attn_take(&workspace, TILE_KEYS * d_words);
-    s->dk = attn_take(&workspace, TILE_KEYS * d);
-    s->v_words = attn_take(&workspace, TILE_KEYS * dv_words);
-    s->dv = attn_take(&workspace, TILE_KEYS * dv);
-    s->weights = attn_take(&workspace, TILE_KEYS * PANEL);
-    s->dscores = attn_take(&workspace, TILE_KEYS * PANEL);
-    s->factors = attn_take(&workspace, num_factors(p));
-    s->q_pairs = attn_take(&workspace, for_tiles(p, TILE_ROWS / 2 * d));
-    s->dout_pairs = attn_take(&workspace, for_tiles(p, TILE_ROWS / 2 * dv));
-    s->k_columns = attn_take(&workspace, for_tiles(p, TILE_KEYS / 2 * d));
-    return s;
+static int64_t backward_scratch_bytes(const rt_attn_params *p) {
+    backward_scratch s;
+    return backward_lay_out(p, NULL, &s);
 }
 
 // ---- one panel ---------------------------------------------------------------------------------
@@ -126,39 +121,10 @@ static void add_span_gradients(const rt_attn_params *p, const panel_part *part, 
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const int64_t row = part->panel * PANEL + at->row;
     const real *weights = s->weights + at->key * PANEL + at->row, *dscores = s->dscores + at->key * PANEL + at->row;
-    gemm((product){.m = at->num_keys,
-                   .n = dv,
-                   .depth = at->num_rows,
-                   .a = weights,
-                   .a_row = PANEL,
-                   .a_col = 1,
-                   .b = s->dout + row * dv,
-                   .b_row = dv,
-                   .c = part->dv + at->key * dv,
-                   .c_row = dv,
-                   .add = true});
-    gemm((product){.m = at->num_keys,
-                   .n = d,
-                   .depth = at->num_rows,
-                   .a = dscores,
-                   .a_row = PANEL,
-                   .a_col = 1,
-                   .b = s->q + row * d,
-                   .b_row = d,
-                   .c = part->dk + at->key * d,
-                   .c_row = d,
-                   .add = true});
-    gemm((product){.m = at->num_rows,
-                   .n = d,
-                   .depth = at->num_keys,
-                   .a = dscores,
-                   .a_row = 1,
-                   .a_col = PANEL,
-                   .b = part->k + at->key * d,
-                   .b_row = d,
-                   .c = s->dq + row * d,
-                   .c_row = d,
-                   .add = true});
+    gemm(at->num_keys, dv, at->num_rows, rows_of(weights, PANEL), s->dout + row * dv, part->dv + at->key * dv, dv,
+         true);
+    gemm(at->num_keys, d, at->num_rows, rows_of(dscores, PANEL), s->q + row * d, part->dk + at->key * d, d, true);
+    gemm(at->num_rows, d, at->num_keys, transposed(dscores, PANEL), part->k + at->key * d, s->dq + row * d, d, true);
 }
 
 // The n keys' weights and dscores rounded to bf16, in place. weights: row key holds pairs of rows, of P and then of dS;
@@ -180,30 +146,14 @@ static void add_span_in_tiles(const rt_attn_params *p, const panel_part *part, c
                               backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const int64_t row = at->row / TILE_DEPTH * TILE_DEPTH, pairs = (part->panel * PANEL + row) / 2;
-    product of_rows = {.factor = 1,
-                       .m = at->num_keys,
-                       .depth = (round_up(at->row + at->num_rows, TILE_DEPTH) - row) / 2,
-                       .a_row = PANEL,
-                       .add = true};
-    of_rows.n = of_rows.b_row = of_rows.c_row = dv;
-    of_rows.a = s->weights + at->key * PANEL + row / 2;
-    of_rows.b = s->dout_pairs + pairs * dv, of_rows.c = part->dv + at->key * dv;
-    gemm_tiles(of_rows);
-    of_rows.n = of_rows.b_row = of_rows.c_row = d;
-    of_rows.a += PANEL / 2;
-    of_rows.b = s->q_pairs + pairs * d, of_rows.c = part->dk + at->key * d;
-    gemm_tiles(of_rows);
-    gemm_tiles((product){.factor = 1,
-                         .m = d,
-                         .n = round_up(at->num_rows, LANES),
-                         .depth = (at->num_keys + 1) / 2,
-                         .a = part->k_columns + at->key / 2,
-                         .a_row = TILE_KEYS / 2,
-                         .b = s->dscores + at->key / 2 * PANEL + at->row,
-                         .b_row = PANEL,
-                         .c = s->dq + part->panel * PANEL * d + at->row,
-                         .c_row = PANEL,
-                         .add = true});
+    const int64_t depth = (round_up(at->row + at->num_rows, TILE_DEPTH) - row) / 2;
+    const real *weights = s->weights + at->key * PANEL + row / 2, *dscores = weights + PANEL / 2;
+    gemm_add_tiles(at->num_keys, dv, depth, rows_of(weights, PANEL), s->dout_pairs + pairs * dv,
+                   part->dv + at->key * dv, dv);
+    gemm_add_tiles(at->num_keys, d, depth, rows_of(dscores, PANEL), s->q_pairs + pairs * d, part->dk + at->key * d, d);
+    gemm_add_tiles(d, round_up(at->num_rows, LANES), (at->num_keys + 1) / 2,
+                   rows_of(part->k_columns + at->key / 2, TILE_KEYS / 2), s->dscores + at->key / 2 * PANEL + at->row,
+                   s->dq + part->panel * PANEL * d + at->row, PANEL);
 }
 
 static void backward_panel(const rt_attn_params *p, const query_tile *queries, const panel_part *part, bool keys_finite,
@@ -219,15 +169,9 @@ static void backward_panel(const rt_attn_params *p, const query_tile *queries, c
     for (int64_t i = 0; i < num_spans; i++) {
         const attn_span at = spans[i];
         score_span(p, &at, part->k_words, s->q_panels + rows * d_words, s->weights); // S^T
-        gemm_inputs((product){.kind = kind,
-                              .factor = 1,
-                              .m = at.num_keys,
-                              .n = round_up(at.num_rows, LANES),
-                              .depth = num_words(kind, p->v_head_dim),
-                              .a = part->v_words + at.key * dv_words,
-                              .a_row = dv_words,
-                              .b = s->dout_panels + rows * dv_words + at.row,
-                              .c = s->dscores + at.key * PANEL + at.row}); // dP^T
+        gemm_inputs(kind, 1, at.num_keys, round_up(at.num_rows, LANES), num_words(kind, p->v_head_dim),
+                    rows_of(part->v_words + at.key * dv_words, dv_words), s->dout_panels + rows * dv_words + at.row,
+                    s->dscores + at.key * PANEL + at.row); // dP^T
     }
     if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
     if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
@@ -334,7 +278,8 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const word_kind kind = input_kind(p);
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
-    backward_scratch *s = backward_scratch_at(p, workspace);
+    backward_scratch *s = (backward_scratch *)(void *)workspace;
+    backward_lay_out(p, workspace, s);
     for (int64_t panel = 0; panel < queries.num_panels; panel++) {
         real *q = s->q + panel * PANEL * d, *dout = s->dout + panel * PANEL * dv;
         s->finite[panel] = pack_queries(p, &queries, REALS, input_q(p), panel, q);

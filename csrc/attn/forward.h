@@ -18,26 +18,24 @@ typedef struct forward_scratch {
     real *factors;             // (TILE_KEYS, PANEL) of dropout, if there is any
 } forward_scratch;
 
-static int64_t forward_scratch_bytes(const rt_attn_params *p) {
+// Lays the scratch out in a workspace, in which it comes first, or with NULL only counts; returns the bytes.
+static int64_t forward_lay_out(const rt_attn_params *p, char *workspace, forward_scratch *s) {
     const int64_t d = row_words(input_kind(p), p->head_dim), dv = round_up(p->v_head_dim, LANES);
-    const int64_t reals = TILE_ROWS * d + TILE_ROWS * dv + TILE_KEYS * (d + dv + PANEL) + num_factors(p) +
-                          for_tiles(p, TILE_KEYS * row_words(TILE_PAIRS, p->v_head_dim) + TILE_KEYS / 2 * dv);
-    return round_up((int64_t)sizeof(forward_scratch), 64) + reals * (int64_t)sizeof(real);
+    arena space = {workspace, round_up((int64_t)sizeof(*s), 64)}, *const at = &space;
+    s->q_panels = take(at, TILE_ROWS * d);
+    s->out = take(at, TILE_ROWS * dv);
+    s->k = take(at, TILE_KEYS * d);
+    s->v = take(at, TILE_KEYS * dv);
+    s->v_words = take(at, for_tiles(p, TILE_KEYS * row_words(TILE_PAIRS, p->v_head_dim)));
+    s->v_columns = take(at, for_tiles(p, TILE_KEYS / 2 * dv));
+    s->weights = take(at, TILE_KEYS * PANEL);
+    s->factors = take(at, num_factors(p));
+    return space.num_bytes;
 }
 
-static forward_scratch *forward_scratch_at(const rt_attn_params *p, char *workspace) {
-    const int64_t d = row_words(input_kind(p), p->head_dim), dv = round_up(p->v_head_dim, LANES);
-    forward_scratch *s = (forward_scratch *)(void *)workspace;
-    workspace += round_up((int64_t)sizeof(*s), 64);
-    s->q_panels = attn_take(&workspace, TILE_ROWS * d);
-    s->out = attn_take(&workspace, TILE_ROWS * dv);
-    s->k = attn_take(&workspace, TILE_KEYS * d);
-    s->v = attn_take(&workspace, TILE_KEYS * dv);
-    s->v_words = attn_take(&workspace, for_tiles(p, TILE_KEYS * row_words(TILE_PAIRS, p->v_head_dim)));
-    s->v_columns = attn_take(&workspace, for_tiles(p, TILE_KEYS / 2 * dv));
-    s->weights = attn_take(&workspace, TILE_KEYS * PANEL);
-    s->factors = attn_take(&workspace, num_factors(p));
-    return s;
+static int64_t forward_scratch_bytes(const rt_attn_params *p) {
+    forward_scratch s;
+    return forward_lay_out(p, NULL, &s);
 }
 
 // weights (n keys, PANEL): scores become exp(score - reference), and their sums over the keys are added to sum (PANEL).
@@ -117,17 +115,9 @@ static void add_attended_values(const key_ranges *ranges, int64_t panel, int64_t
 // out (Dv, PANEL) += v^T weights, of pairs of keys.
 static void add_values_in_tiles(const attn_span *at, int64_t dv, const real *v_columns, const real *weights,
                                 real *out) {
-    gemm_tiles((product){.factor = 1,
-                         .m = dv,
-                         .n = round_up(at->num_rows, LANES),
-                         .depth = (at->num_keys + 1) / 2,
-                         .a = v_columns + at->key / 2,
-                         .a_row = TILE_KEYS / 2,
-                         .b = weights + at->key / 2 * PANEL + at->row,
-                         .b_row = PANEL,
-                         .c = out + at->row,
-                         .c_row = PANEL,
-                         .add = true});
+    gemm_add_tiles(dv, round_up(at->num_rows, LANES), (at->num_keys + 1) / 2,
+                   rows_of(v_columns + at->key / 2, TILE_KEYS / 2), weights + at->key / 2 * PANEL + at->row,
+                   out + at->row, PANEL);
 }
 
 // The query tile against keys [tile_begin, tile_end) of the run.
@@ -183,17 +173,8 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
         }
         for (int64_t i = 0; i < num_spans; i++) { // out += weights v
             const attn_span at = spans[i];
-            gemm((product){.m = at.num_rows,
-                           .n = dv,
-                           .depth = at.num_keys,
-                           .a = s->weights + at.key * PANEL + at.row,
-                           .a_row = 1,
-                           .a_col = PANEL,
-                           .b = v + at.key * dv,
-                           .b_row = dv,
-                           .c = out + at.row * dv,
-                           .c_row = dv,
-                           .add = true});
+            gemm(at.num_rows, dv, at.num_keys, transposed(s->weights + at.key * PANEL + at.row, PANEL), v + at.key * dv,
+                 out + at.row * dv, dv, true);
         }
     }
 }
@@ -244,7 +225,8 @@ static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace)
     const query_tile queries = query_tile_of(p, &g, task);
     const word_kind kind = input_kind(p);
     const int64_t d = row_words(kind, p->head_dim), dv = round_up(p->v_head_dim, LANES);
-    forward_scratch *s = forward_scratch_at(p, workspace);
+    forward_scratch *s = (forward_scratch *)(void *)workspace;
+    forward_lay_out(p, workspace, s);
     for (int64_t panel = 0; panel < queries.num_panels; panel++) {
         // s->k is free until the first tile of keys.
         pack_queries(p, &queries, kind, input_q(p), panel, s->k);

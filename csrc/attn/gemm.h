@@ -21,16 +21,27 @@ enum { SUM_LEN = 32 };
 typedef enum word_kind { REALS, BF16_PAIRS, TILE_PAIRS } word_kind;
 
 // c (m, n) = factor * a (m, depth) b (depth, n), added to c if `add`. a is read at a[i * a_row + k * a_col]; rows of b
-// and c have unit stride. n is a multiple of LANES, depth counts words.
+// and c are `row` apart. n is a multiple of LANES, depth counts words.
 typedef struct product {
     word_kind kind;
     real factor;
     int64_t m, n, depth;
-    const real *a, *b;
+    const real *a;
+    int64_t a_row, a_col;
+    const real *b;
     real *c;
-    int64_t a_row, a_col, b_row, c_row;
+    int64_t row;
     bool add;
 } product;
+
+// Element (i, j) is at[i * row + j * col].
+typedef struct matrix {
+    const real *at;
+    int64_t row, col;
+} matrix;
+
+static inline matrix rows_of(const real *at, int64_t row) { return (matrix){at, row, 1}; }
+static inline matrix transposed(const real *at, int64_t row) { return (matrix){at, 1, row}; }
 
 // The word in every lane. Integer arithmetic, because a pair read as a number may be subnormal or NaN.
 ALWAYS_INLINE vec broadcast(word_kind kind, const real *word) {
@@ -60,7 +71,7 @@ ALWAYS_INLINE void gemm_tile(product p, int rows, int vecs) {
     for (int64_t k = 0; k < p.depth; k++) {
         vec b_vec[PANEL_VECS];
 #pragma GCC unroll 4
-        for (int j = 0; j < vecs; j++) b_vec[j] = vec_load(p.b + k * p.b_row + j * LANES);
+        for (int j = 0; j < vecs; j++) b_vec[j] = vec_load(p.b + k * p.row + j * LANES);
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++) {
             const vec a_vec = broadcast(p.kind, &p.a[i * p.a_row + k * p.a_col]);
@@ -72,7 +83,7 @@ ALWAYS_INLINE void gemm_tile(product p, int rows, int vecs) {
     for (int i = 0; i < rows; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < vecs; j++) {
-            real *to = p.c + i * p.c_row + j * LANES;
+            real *to = p.c + i * p.row + j * LANES;
             vec_store(to, p.add ? vec_load(to) + sum[i][j] * p.factor : sum[i][j] * p.factor);
         }
 }
@@ -110,7 +121,7 @@ ALWAYS_INLINE void gemm_sums(product p) {
             product tile = p;
             tile.a = p.a + i * p.a_row;
             tile.b = p.b + j;
-            tile.c = p.c + i * p.c_row + j;
+            tile.c = p.c + i * p.row + j;
             switch (vecs) {
             case 1:
                 gemm_rows(tile, rows, 1);
@@ -139,43 +150,41 @@ ALWAYS_INLINE void gemm_words(product p) {
         product part = p;
         part.depth = p.depth - k < sum_len ? p.depth - k : sum_len;
         part.a = p.a + k * p.a_col;
-        part.b = p.b + k * p.b_row;
+        part.b = p.b + k * p.row;
         part.add = p.add || k > 0;
         gemm_sums(part);
     }
 }
 
-// A product of numbers with factor 1.
-static void gemm(product p) {
-    p.kind = REALS;
-    p.factor = 1;
-    gemm_words(p);
+// c (m, n) = a (m, depth) b (depth, n) of numbers, added to c if `add`; rows of b and c are `row` apart.
+static void gemm(int64_t m, int64_t n, int64_t depth, matrix a, const real *b, real *c, int64_t row, bool add) {
+    gemm_words((product){REALS, 1, m, n, depth, a.at, a.row, a.col, b, c, row, add});
 }
 
 #ifdef RT_TILES
 
 // Up to two by two tiles of c, which four tiles of a and b serve at each step.
 static void gemm_square(const product *p, const real *a, const real *b, real *c, bool two_rows, bool two_cols) {
-    const int64_t word = sizeof(real), a_bytes = p->a_row * word, b_bytes = p->b_row * word, c_bytes = p->c_row * word;
+    const int64_t a_bytes = p->a_row * (int64_t)sizeof(real), bytes = p->row * (int64_t)sizeof(real);
     const real *lower_a = a + TILE_SIDE * p->a_row;
-    real *lower_c = c + TILE_SIDE * p->c_row;
+    real *lower_c = c + TILE_SIDE * p->row;
     if (p->add) {
-        tile_load(0, c, c_bytes);
-        if (two_cols) tile_load(1, c + TILE_SIDE, c_bytes);
-        if (two_rows) tile_load(2, lower_c, c_bytes);
-        if (two_rows && two_cols) tile_load(3, lower_c + TILE_SIDE, c_bytes);
+        tile_load(0, c, bytes);
+        if (two_cols) tile_load(1, c + TILE_SIDE, bytes);
+        if (two_rows) tile_load(2, lower_c, bytes);
+        if (two_rows && two_cols) tile_load(3, lower_c + TILE_SIDE, bytes);
     } else {
         tile_zero(0);
         tile_zero(1);
         tile_zero(2);
         tile_zero(3);
     }
-    for (int64_t k = 0; k < p->depth; k += TILE_SIDE, b += TILE_SIDE * p->b_row) {
+    for (int64_t k = 0; k < p->depth; k += TILE_SIDE, b += TILE_SIDE * p->row) {
         tile_load(4, a + k, a_bytes);
-        tile_load(6, b, b_bytes);
+        tile_load(6, b, bytes);
         tile_dot_bf16(0, 4, 6);
         if (two_cols) {
-            tile_load(7, b + TILE_SIDE, b_bytes);
+            tile_load(7, b + TILE_SIDE, bytes);
             tile_dot_bf16(1, 4, 7);
         }
         if (two_rows) {
@@ -184,10 +193,10 @@ static void gemm_square(const product *p, const real *a, const real *b, real *c,
             if (two_cols) tile_dot_bf16(3, 5, 7);
         }
     }
-    tile_store(0, c, c_bytes);
-    if (two_cols) tile_store(1, c + TILE_SIDE, c_bytes);
-    if (two_rows) tile_store(2, lower_c, c_bytes);
-    if (two_rows && two_cols) tile_store(3, lower_c + TILE_SIDE, c_bytes);
+    tile_store(0, c, bytes);
+    if (two_cols) tile_store(1, c + TILE_SIDE, bytes);
+    if (two_rows) tile_store(2, lower_c, bytes);
+    if (two_rows && two_cols) tile_store(3, lower_c + TILE_SIDE, bytes);
 }
 
 #endif
@@ -199,11 +208,10 @@ static void gemm_tiles(product p) {
     tile_fence();
     for (int64_t i = 0; i < p.m; i += 2 * TILE_SIDE)
         for (int64_t j = 0; j < p.n; j += 2 * TILE_SIDE)
-            gemm_square(&p, p.a + i * p.a_row, p.b + j, p.c + i * p.c_row + j, p.m - i > TILE_SIDE,
-                        p.n - j > TILE_SIDE);
+            gemm_square(&p, p.a + i * p.a_row, p.b + j, p.c + i * p.row + j, p.m - i > TILE_SIDE, p.n - j > TILE_SIDE);
     for (int64_t i = 0; i < p.m && p.factor != 1; i++)
         for (int64_t j = 0; j < p.n; j += LANES) {
-            real *to = p.c + i * p.c_row + j;
+            real *to = p.c + i * p.row + j;
             vec_store(to, vec_load(to) * p.factor);
         }
 #else
@@ -211,22 +219,22 @@ static void gemm_tiles(product p) {
 #endif
 }
 
-// A product of packed inputs into panels: a has unit column stride, b and c are (rows, PANEL). Numbers have factor 1.
-static void gemm_inputs(product p) {
-    p.a_col = 1;
-    p.b_row = p.c_row = PANEL;
-    p.add = false;
-    if (p.kind == TILE_PAIRS) {
-        gemm_tiles(p);
-        return;
-    }
+// c += a b of pairs in tiles.
+static void gemm_add_tiles(int64_t m, int64_t n, int64_t depth, matrix a, const real *b, real *c, int64_t row) {
+    gemm_tiles((product){TILE_PAIRS, 1, m, n, depth, a.at, a.row, a.col, b, c, row, true});
+}
+
+// A product of packed inputs into panels: b and c are (rows, PANEL). Numbers have factor 1.
+static void gemm_inputs(word_kind kind, real factor, int64_t m, int64_t n, int64_t depth, matrix a, const real *b,
+                        real *c) {
+    const product p = {kind, factor, m, n, depth, a.at, a.row, a.col, b, c, PANEL, false};
+    if (kind == TILE_PAIRS) gemm_tiles(p);
 #ifdef RT_BF16_PAIRS
-    if (p.kind == BF16_PAIRS) {
+    else if (kind == BF16_PAIRS)
         gemm_words(p);
-        return;
-    }
 #endif
-    gemm(p);
+    else
+        gemm(m, n, depth, a, b, c, PANEL, false);
 }
 
 #endif // RINGTILE_ATTN_GEMM_H

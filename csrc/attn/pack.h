@@ -166,12 +166,17 @@ static bool pair_columns(const real *rows, int64_t n, int64_t width, int64_t row
     return finite;
 }
 
-// Takes n numbers off a worker's workspace; n is a multiple of TILE_ROWS or TILE_KEYS, so arrays start on cache lines.
-static inline real *attn_take(char **workspace, int64_t n) {
-    _Static_assert(TILE_ROWS * sizeof(real) % 64 == 0 && TILE_KEYS * sizeof(real) % 64 == 0, "cache lines");
-    real *array = (real *)(void *)*workspace;
-    *workspace += n * (int64_t)sizeof(real);
-    return array;
+// A worker's workspace, of which num_bytes are taken; if its memory is NULL, they are only counted.
+typedef struct arena {
+    char *memory;
+    int64_t num_bytes;
+} arena;
+
+// Takes n numbers off a workspace; they begin on a cache line.
+static inline real *take(arena *from, int64_t n) {
+    char *const array = from->memory == NULL ? NULL : from->memory + from->num_bytes;
+    from->num_bytes += round_up(n * (int64_t)sizeof(real), 64);
+    return (real *)(void *)array;
 }
 
 #endif // RINGTILE_ATTN_PACK_H

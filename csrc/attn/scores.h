@@ -25,15 +25,9 @@ static void pair_keys(int64_t n, real *weights) {
 static void score_span(const rt_attn_params *p, const attn_span *at, const real *k, const real *q, real *scores) {
     const word_kind kind = input_kind(p);
     const int64_t k_row = row_words(kind, p->head_dim);
-    gemm_inputs((product){.kind = kind,
-                          .factor = kind == REALS ? 1 : (real)p->scale,
-                          .m = at->num_keys,
-                          .n = round_up(at->num_rows, LANES),
-                          .depth = num_words(kind, p->head_dim),
-                          .a = k + at->key * k_row,
-                          .a_row = k_row,
-                          .b = q + at->row,
-                          .c = scores + at->key * PANEL + at->row});
+    gemm_inputs(kind, kind == REALS ? 1 : (real)p->scale, at->num_keys, round_up(at->num_rows, LANES),
+                num_words(kind, p->head_dim), rows_of(k + at->key * k_row, k_row), q + at->row,
+                scores + at->key * PANEL + at->row);
 }
 
 // scores = softcap * tanh(scores / softcap), over n keys of a panel.

@@ -17,47 +17,22 @@
 // du, which becomes dr and then dv (times beta or dt); and dbeta or ddt.
 static void find_dv(const rt_scan_params *p, scan_scratch *s) {
     const int64_t dv = s->dv;
-    gemm((product){.m = s->n,
-                   .n = dv,
-                   .depth = s->n,
-                   .a = s->qk,
-                   .a_row = 1,
-                   .a_col = CHUNK_ROWS,
-                   .b = s->out,
-                   .b_row = dv,
-                   .c = s->du,
-                   .c_row = dv});
-    if (s->has_dstate)
-        gemm((product){.m = s->n,
-                       .n = dv,
-                       .depth = p->head_dim,
-                       .a = s->k_out,
-                       .a_row = s->d,
-                       .a_col = 1,
-                       .b = s->dstate,
-                       .b_row = dv,
-                       .c = s->du,
-                       .c_row = dv,
-                       .add = true});
+    gemm(s->n, dv, s->n, transposed(s->qk, CHUNK_ROWS), s->out, s->du, dv, false);
+    if (s->has_dstate) gemm(s->n, dv, p->head_dim, rows_of(s->k_out, s->d), s->dstate, s->du, dv, true);
     if (p->beta != NULL) solve(s, s->solver, true, s->du);
     for (int64_t t = 0; t < s->n; t++) s->dbeta[t] = scan_dot(dv, s->du + t * dv, s->v + t * dv);
-}
-
-// to (CHUNK_ROWS, CHUNK_ROWS) = rows (n, dv) u^T.
-static void with_u(const rt_scan_params *p, scan_scratch *s, const real *rows, real *to) {
-    pair_products(s, p->v_head_dim, s->dv, rows, s->u_columns, to);
 }
 
 // dqk, dkk, dbeta.
 static void find_pair_gradients(const rt_scan_params *p, scan_scratch *s) {
     const int64_t squares = round_up(s->n, LANES), used = round_up(s->n, PAIR_BLOCK);
     scan_pad_rows(s, s->dv, s->u);
-    scan_transpose(s->u, squares, s->dv, s->u_columns, CHUNK_ROWS);
+    transpose(s->u, squares, s->dv, s->u_columns, CHUNK_ROWS);
     for (int64_t j = 0; j < s->dv && squares < used; j++)
         memset(s->u_columns + j * CHUNK_ROWS + squares, 0, (size_t)(used - squares) * sizeof(real));
-    with_u(p, s, s->out, s->dqk);
+    pair_products(s, p->v_head_dim, s->dv, s->out, s->u_columns, s->dqk);
     if (p->beta == NULL) return;
-    with_u(p, s, s->du, s->dkk);
+    pair_products(s, p->v_head_dim, s->dv, s->du, s->u_columns, s->dkk);
     for (int64_t t = 0; t < s->n; t++) {
         real dbeta = 0;
         for (int64_t i = 0; i < t; i++) {
@@ -71,16 +46,7 @@ static void find_pair_gradients(const rt_scan_params *p, scan_scratch *s) {
 
 // to (n, d) = rows (n, dv) columns (dv, d).
 static void to_channels(const rt_scan_params *p, const scan_scratch *s, const real *rows, real *to) {
-    gemm((product){.m = s->n,
-                   .n = s->d,
-                   .depth = p->v_head_dim,
-                   .a = rows,
-                   .a_row = s->dv,
-                   .a_col = 1,
-                   .b = s->state_columns,
-                   .b_row = s->d,
-                   .c = to,
-                   .c_row = s->d});
+    gemm(s->n, s->d, p->v_head_dim, rows_of(rows, s->dv), s->state_columns, to, s->d, false);
 }
 
 // Adds x y of one token, summed over the channels that share a decay, to the flow between the decays `from` and
@@ -104,7 +70,7 @@ static void find_state_gradients(const rt_scan_params *p, scan_scratch *s) {
     memset(s->dq, 0, (size_t)all * sizeof(real)), memset(s->dk, 0, (size_t)all * sizeof(real));
     memset(s->flow, 0, (size_t)((end + 1) * (p->channel_decay ? d : 1)) * sizeof(double));
     if (s->has_state) {
-        scan_transpose(s->state, d, s->dv, s->state_columns, d);
+        transpose(s->state, d, s->dv, s->state_columns, d);
         to_channels(p, s, s->out, s->dq_in);
         scan_multiply(all, s->dq_in, s->decay_in, s->dq);
         for (int64_t t = 0; t < s->n; t++) add_flow(p, s, 0, t + 1, s->dq + t * d, s->q + t * d);
@@ -116,7 +82,7 @@ static void find_state_gradients(const rt_scan_params *p, scan_scratch *s) {
         }
     }
     if (s->has_dstate) {
-        scan_transpose(s->dstate, d, s->dv, s->state_columns, d);
+        transpose(s->dstate, d, s->dv, s->state_columns, d);
         to_channels(p, s, s->u, s->dk_out);
         scan_multiply(all, s->dk_out, s->decay_out, s->dk_out);
         for (int64_t t = 0; t < s->n; t++) {
@@ -135,17 +101,7 @@ static void retreat_state(const rt_scan_params *p, scan_scratch *s) {
     advance_state(p, s, s->has_dstate, s->q_in, s->out, s->dstate);
     if (p->beta == NULL) return;
     for (int64_t i = 0; i < s->n * s->dv; i += LANES) vec_store(s->du + i, -vec_load(s->du + i));
-    gemm((product){.m = p->head_dim,
-                   .n = s->dv,
-                   .depth = s->n,
-                   .a = s->k_in,
-                   .a_row = 1,
-                   .a_col = s->d,
-                   .b = s->du,
-                   .b_row = s->dv,
-                   .c = s->dstate,
-                   .c_row = s->dv,
-                   .add = true});
+    gemm(p->head_dim, s->dv, s->n, transposed(s->k_in, s->d), s->du, s->dstate, s->dv, true);
 }
 
 // ---- results ---------------------------------------------------------------------------------------

@@ -56,16 +56,7 @@ static void begin_block(scan_scratch *s, int64_t begin, int64_t end) {
 static void pairs_before_block(scan_scratch *s, int64_t begin, int64_t end, const real *rows, real *pairs) {
     const int64_t d = s->d;
     scan_multiply((end - begin) * d, rows + begin * d, s->row_decay + begin * d, s->rows_2);
-    gemm((product){.m = end - begin,
-                   .n = begin,
-                   .depth = d,
-                   .a = s->rows_2,
-                   .a_row = d,
-                   .a_col = 1,
-                   .b = s->k_columns,
-                   .b_row = CHUNK_ROWS,
-                   .c = pairs + begin * CHUNK_ROWS,
-                   .c_row = CHUNK_ROWS});
+    gemm(end - begin, begin, d, rows_of(s->rows_2, d), s->k_columns, pairs + begin * CHUNK_ROWS, CHUNK_ROWS, false);
 }
 
 static void pairs_within_block(scan_scratch *s, int64_t begin, int64_t end) {
@@ -94,7 +85,7 @@ static void find_channel_pairs(const rt_scan_params *p, scan_scratch *s) {
         const int64_t end = min64(begin + BLOCK_ROWS, s->n);
         begin_block(s, begin, end);
         if (begin > 0) {
-            scan_transpose(s->rows, begin, s->d, s->k_columns, CHUNK_ROWS);
+            transpose(s->rows, begin, s->d, s->k_columns, CHUNK_ROWS);
             pairs_before_block(s, begin, end, s->q, s->qk);
             if (p->beta != NULL) pairs_before_block(s, begin, end, s->k, s->kk);
         }
@@ -113,16 +104,7 @@ static void move_flow(const scan_scratch *s, int64_t token, int64_t sign, const 
 static void add_row_gradients(scan_scratch *s, int64_t begin, int64_t end, const real *dpairs, const real *rows,
                               real *drows) {
     const int64_t d = s->d;
-    gemm((product){.m = end - begin,
-                   .n = d,
-                   .depth = begin,
-                   .a = dpairs + begin * CHUNK_ROWS,
-                   .a_row = CHUNK_ROWS,
-                   .a_col = 1,
-                   .b = s->rows,
-                   .b_row = d,
-                   .c = s->rows_2,
-                   .c_row = d});
+    gemm(end - begin, d, begin, rows_of(dpairs + begin * CHUNK_ROWS, CHUNK_ROWS), s->rows, s->rows_2, d, false);
     scan_multiply((end - begin) * d, s->rows_2, s->row_decay + begin * d, s->rows_2);
     for (int64_t t = begin; t < end; t++) {
         const real *part = s->rows_2 + (t - begin) * d;
@@ -136,17 +118,7 @@ static void add_column_gradients(scan_scratch *s, int64_t begin, int64_t end, co
                                  bool add, real *to) {
     const int64_t d = s->d;
     scan_multiply((end - begin) * d, rows + begin * d, s->row_decay + begin * d, s->rows_2);
-    gemm((product){.m = begin,
-                   .n = d,
-                   .depth = end - begin,
-                   .a = dpairs + begin * CHUNK_ROWS,
-                   .a_row = 1,
-                   .a_col = CHUNK_ROWS,
-                   .b = s->rows_2,
-                   .b_row = d,
-                   .c = to,
-                   .c_row = d,
-                   .add = add});
+    gemm(begin, d, end - begin, transposed(dpairs + begin * CHUNK_ROWS, CHUNK_ROWS), s->rows_2, to, d, add);
 }
 
 static void add_gradients_within_block(const rt_scan_params *p, scan_scratch *s, int64_t begin, int64_t end) {

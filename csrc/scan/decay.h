@@ -44,16 +44,8 @@ enum { PAIR_BLOCK = CHUNK_ROWS / 2 };
 static void pair_products(const scan_scratch *s, int64_t depth, int64_t row_len, const real *rows, const real *columns,
                           real *to) {
     for (int64_t t = 0; t < s->n; t += PAIR_BLOCK)
-        gemm((product){.m = min64(PAIR_BLOCK, s->n - t),
-                       .n = t + PAIR_BLOCK,
-                       .depth = depth,
-                       .a = rows + t * row_len,
-                       .a_row = row_len,
-                       .a_col = 1,
-                       .b = columns,
-                       .b_row = CHUNK_ROWS,
-                       .c = to + t * CHUNK_ROWS,
-                       .c_row = CHUNK_ROWS});
+        gemm(min64(PAIR_BLOCK, s->n - t), t + PAIR_BLOCK, depth, rows_of(rows + t * row_len, row_len), columns,
+             to + t * CHUNK_ROWS, CHUNK_ROWS, false);
 }
 
 // pairs_ts = from_ts decay_ts for tokens s < t, or s <= t; 0 for later ones, whatever from is there.
@@ -68,7 +60,7 @@ static void decay_pairs(const scan_scratch *s, bool with_own, const real *from, 
 
 static void find_pairs(const rt_scan_params *p, scan_scratch *s) {
     scan_pad_rows(s, s->d, s->k);
-    scan_transpose(s->k, round_up(s->n, LANES), s->d, s->k_columns, CHUNK_ROWS);
+    transpose(s->k, round_up(s->n, LANES), s->d, s->k_columns, CHUNK_ROWS);
     for (int64_t c = 0; c < s->d; c++) // columns that the last block of rows reads
         for (int64_t t = round_up(s->n, LANES); t < round_up(s->n, PAIR_BLOCK); t++)
             s->k_columns[c * CHUNK_ROWS + t] = 0;
@@ -79,19 +71,15 @@ static void find_pairs(const rt_scan_params *p, scan_scratch *s) {
     decay_pairs(s, false, s->kk, s->kk);
 }
 
-// to (n, d) += pairs (n, n) rows (n, d), or its transpose.
-static void add_pair_rows(const scan_scratch *s, bool transposed, const real *pairs, const real *rows, real *to) {
-    gemm((product){.m = s->n,
-                   .n = s->d,
-                   .depth = s->n,
-                   .a = pairs,
-                   .a_row = transposed ? 1 : CHUNK_ROWS,
-                   .a_col = transposed ? CHUNK_ROWS : 1,
-                   .b = rows,
-                   .b_row = s->d,
-                   .c = to,
-                   .c_row = s->d,
-                   .add = true});
+// pairs (CHUNK_ROWS, CHUNK_ROWS), or their transpose, from element (i, j) on.
+static matrix pairs_at(const real *pairs, bool turned, int64_t i, int64_t j) {
+    return turned ? transposed(pairs + j * CHUNK_ROWS + i, CHUNK_ROWS)
+                  : rows_of(pairs + i * CHUNK_ROWS + j, CHUNK_ROWS);
+}
+
+// to (n, d) += pairs (n, n) rows (n, d), or their transpose.
+static void add_pair_rows(const scan_scratch *s, bool turned, const real *pairs, const real *rows, real *to) {
+    gemm(s->n, s->d, s->n, pairs_at(pairs, turned, 0, 0), rows, to, s->d, true);
 }
 
 // Given dqk and dkk, the gradients of qk and kk: adds to dq and dk; flow gains d qk . qk + d kk . kk from s + 1 to t.

@@ -73,18 +73,12 @@ static void solve(const scan_scratch *s, const real *pairs, bool backward, real 
     for (int64_t i = 0; i < num_blocks; i++) {
         const int64_t begin = (backward ? num_blocks - 1 - i : i) * BLOCK_ROWS, end = min64(begin + BLOCK_ROWS, s->n);
         const int64_t first = backward ? end : 0, depth = backward ? s->n - end : begin;
-        product p = {.n = dv, .b_row = dv, .c_row = dv, .add = true};
-        p.a_row = backward ? 1 : CHUNK_ROWS, p.a_col = backward ? CHUNK_ROWS : 1;
-        if (depth > 0) { // rows of other blocks, which are done
-            p.m = end - begin, p.depth = depth;
-            p.a = pairs + begin * p.a_row + first * p.a_col, p.b = rows + first * dv, p.c = rows + begin * dv;
-            gemm(p);
-        }
+        if (depth > 0) // rows of other blocks, which are done
+            gemm(end - begin, dv, depth, pairs_at(pairs, backward, begin, first), rows + first * dv, rows + begin * dv,
+                 dv, true);
         for (int64_t j = 1; j < end - begin; j++) {
             const int64_t t = backward ? end - 1 - j : begin + j, from = backward ? t + 1 : begin;
-            p.m = 1, p.depth = j;
-            p.a = pairs + t * p.a_row + from * p.a_col, p.b = rows + from * dv, p.c = rows + t * dv;
-            gemm(p);
+            gemm(1, dv, j, pairs_at(pairs, backward, t, from), rows + from * dv, rows + t * dv, dv, true);
         }
     }
 }
@@ -92,16 +86,7 @@ static void solve(const scan_scratch *s, const real *pairs, bool backward, real 
 // u, and with beta v <- v - S^T k.
 static void find_u(const rt_scan_params *p, scan_scratch *s) {
     if (p->beta != NULL && s->has_state) {
-        gemm((product){.m = s->n,
-                       .n = s->dv,
-                       .depth = p->head_dim,
-                       .a = s->k_in,
-                       .a_row = s->d,
-                       .a_col = 1,
-                       .b = s->state,
-                       .b_row = s->dv,
-                       .c = s->u,
-                       .c_row = s->dv});
+        gemm(s->n, s->dv, p->head_dim, rows_of(s->k_in, s->d), s->state, s->u, s->dv, false);
         scan_add_scaled(s->n * s->dv, -1, s->u, s->v);
     }
     for (int64_t t = 0; t < s->n; t++) {
@@ -119,29 +104,10 @@ static void find_u(const rt_scan_params *p, scan_scratch *s) {
 static void find_out(const rt_scan_params *p, scan_scratch *s, int64_t batch, int64_t head) {
     const int64_t dv = s->dv;
     real *out = s->out;
-    if (s->has_state)
-        gemm((product){.m = s->n,
-                       .n = dv,
-                       .depth = p->head_dim,
-                       .a = s->q_in,
-                       .a_row = s->d,
-                       .a_col = 1,
-                       .b = s->state,
-                       .b_row = dv,
-                       .c = out,
-                       .c_row = dv});
+    if (s->has_state) gemm(s->n, dv, p->head_dim, rows_of(s->q_in, s->d), s->state, out, dv, false);
     for (int64_t t = 0; t < s->n; t += PAIR_BLOCK) // no row needs a later token
-        gemm((product){.m = min64(PAIR_BLOCK, s->n - t),
-                       .n = dv,
-                       .depth = min64(t + PAIR_BLOCK, s->n),
-                       .a = s->qk + t * CHUNK_ROWS,
-                       .a_row = CHUNK_ROWS,
-                       .a_col = 1,
-                       .b = s->u,
-                       .b_row = dv,
-                       .c = out + t * dv,
-                       .c_row = dv,
-                       .add = s->has_state});
+        gemm(min64(PAIR_BLOCK, s->n - t), dv, min64(t + PAIR_BLOCK, s->n), rows_of(s->qk + t * CHUNK_ROWS, CHUNK_ROWS),
+             s->u, out + t * dv, dv, s->has_state);
     for (int64_t t = 0; t < s->n; t++) {
         if (p->D != NULL) scan_add_scaled(dv, ((const real *)p->D)[head], s->v + t * dv, out + t * dv);
         const int64_t at = ((batch * p->num_tokens + s->tokens[t]) * p->num_heads + head) * p->v_head_dim;
@@ -157,17 +123,7 @@ static void advance_state(const rt_scan_params *p, const scan_scratch *s, bool h
         for (int64_t j = 0; j < s->dv; j += LANES)
             vec_store(state + i * s->dv + j, vec_load(state + i * s->dv + j) * decay);
     }
-    gemm((product){.m = p->head_dim,
-                   .n = s->dv,
-                   .depth = s->n,
-                   .a = rows,
-                   .a_row = 1,
-                   .a_col = s->d,
-                   .b = columns,
-                   .b_row = s->dv,
-                   .c = state,
-                   .c_row = s->dv,
-                   .add = has_state});
+    gemm(p->head_dim, s->dv, s->n, transposed(rows, s->d), columns, state, s->dv, has_state);
 }
 
 // Zeros the rows of padding of an array (B, N, heads, dim), contiguous.

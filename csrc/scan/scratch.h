@@ -50,21 +50,8 @@ typedef struct scan_scratch {
     real dbeta[CHUNK_ROWS];
 } scan_scratch;
 
-// A workspace, of which num_bytes are taken; if its memory is NULL, they are only counted.
-typedef struct scan_arena {
-    char *memory;
-    int64_t num_bytes;
-} scan_arena;
-
-// Takes n numbers off a workspace.
-static real *scan_take(scan_arena *arena, int64_t n) {
-    char *const array = arena->memory == NULL ? NULL : arena->memory + arena->num_bytes;
-    arena->num_bytes += round_up(n * (int64_t)sizeof(real), 64);
-    return (real *)(void *)array;
-}
-
-static double *scan_take_doubles(scan_arena *arena, int64_t n) {
-    return (double *)(void *)scan_take(arena, n * (int64_t)(sizeof(double) / sizeof(real)));
+static double *scan_take_doubles(arena *from, int64_t n) {
+    return (double *)(void *)take(from, n * (int64_t)(sizeof(double) / sizeof(real)));
 }
 
 // Lays the scratch out in a workspace, or with NULL only counts; returns its bytes.
@@ -72,28 +59,28 @@ static int64_t scan_lay_out(const rt_scan_params *p, bool backward, char *worksp
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const int64_t rows = CHUNK_ROWS * d, v_rows = CHUNK_ROWS * dv, pairs = CHUNK_ROWS * CHUNK_ROWS;
     *s = (scan_scratch){.d = d, .dv = dv};
-    scan_arena arena = {workspace, 0}, *const at = &arena;
-    s->q = scan_take(at, rows), s->k = scan_take(at, rows), s->k_columns = scan_take(at, rows);
-    s->decay_in = scan_take(at, rows), s->decay_out = scan_take(at, rows), s->decay_all = scan_take(at, d);
-    s->q_in = scan_take(at, rows), s->k_in = scan_take(at, rows), s->k_out = scan_take(at, rows);
-    s->v = scan_take(at, v_rows), s->u = scan_take(at, v_rows), s->out = scan_take(at, v_rows);
-    s->qk = scan_take(at, pairs), s->kk = scan_take(at, pairs), s->solver = scan_take(at, pairs);
-    s->pair_decay = scan_take(at, pairs), s->state = scan_take(at, d * dv);
-    s->g = scan_take(at, rows);
+    arena space = {workspace, 0}, *const at = &space;
+    s->q = take(at, rows), s->k = take(at, rows), s->k_columns = take(at, rows);
+    s->decay_in = take(at, rows), s->decay_out = take(at, rows), s->decay_all = take(at, d);
+    s->q_in = take(at, rows), s->k_in = take(at, rows), s->k_out = take(at, rows);
+    s->v = take(at, v_rows), s->u = take(at, v_rows), s->out = take(at, v_rows);
+    s->qk = take(at, pairs), s->kk = take(at, pairs), s->solver = take(at, pairs);
+    s->pair_decay = take(at, pairs), s->state = take(at, d * dv);
+    s->g = take(at, rows);
     if (p->channel_decay) {
-        s->row_decay = scan_take(at, rows), s->column_decay = scan_take(at, rows);
-        s->rows = scan_take(at, rows), s->rows_2 = scan_take(at, rows);
-        s->token_decay = scan_take(at, BLOCK_ROWS * d);
+        s->row_decay = take(at, rows), s->column_decay = take(at, rows);
+        s->rows = take(at, rows), s->rows_2 = take(at, rows);
+        s->token_decay = take(at, BLOCK_ROWS * d);
         s->sums = scan_take_doubles(at, rows);
     }
-    if (!backward) return arena.num_bytes;
-    s->du = scan_take(at, v_rows), s->u_columns = scan_take(at, v_rows);
-    s->dqk = scan_take(at, pairs), s->dkk = scan_take(at, pairs);
-    s->dq = scan_take(at, rows), s->dk = scan_take(at, rows);
-    s->dq_in = scan_take(at, rows), s->dk_in = scan_take(at, rows), s->dk_out = scan_take(at, rows);
-    s->dstate = scan_take(at, d * dv), s->state_columns = scan_take(at, d * dv);
+    if (!backward) return space.num_bytes;
+    s->du = take(at, v_rows), s->u_columns = take(at, v_rows);
+    s->dqk = take(at, pairs), s->dkk = take(at, pairs);
+    s->dq = take(at, rows), s->dk = take(at, rows);
+    s->dq_in = take(at, rows), s->dk_in = take(at, rows), s->dk_out = take(at, rows);
+    s->dstate = take(at, d * dv), s->state_columns = take(at, d * dv);
     s->flow = scan_take_doubles(at, (CHUNK_ROWS + 1) * (p->channel_decay ? d : 1));
-    return arena.num_bytes;
+    return space.num_bytes;
 }
 
 static int64_t scan_scratch_bytes(const rt_scan_params *p, bool backward) {
@@ -116,13 +103,6 @@ static void scan_load_rows(const scan_scratch *s, rt_dtype dtype, const void *ar
 // Zeros after the last row, up to a whole square of a transposition.
 static void scan_pad_rows(const scan_scratch *s, int64_t padded, real *rows) {
     memset(rows + s->n * padded, 0, (size_t)((round_up(s->n, LANES) - s->n) * padded) * sizeof(real));
-}
-
-// to (cols, to_row) = from (rows, cols) transposed; both multiples of LANES.
-static void scan_transpose(const real *from, int64_t rows, int64_t cols, real *to, int64_t to_row) {
-    for (int64_t i = 0; i < rows; i += LANES)
-        for (int64_t j = 0; j < cols; j += LANES)
-            transpose_square(from + i * cols + j, cols, to + j * to_row + i, to_row);
 }
 
 // to (n, cols) = a * b, element by element.

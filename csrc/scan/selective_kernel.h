@@ -37,18 +37,18 @@ static int64_t selective_lay_out(const rt_selective_params *p, bool backward, in
     const int64_t width = RT_SELECTIVE_CHANNELS, K = p->state_dim, rows = CHUNK_ROWS * width;
     *s = (selective_scratch){.first = first, .count = last - first, .width = width};
     s->num_states = rt_scan_num_states(p->num_tokens);
-    scan_arena arena = {workspace, 0}, *const at = &arena;
-    s->x = scan_take(at, rows), s->dt = scan_take(at, rows), s->out = scan_take(at, rows);
-    s->C = scan_take(at, CHUNK_ROWS * K), s->B = scan_take(at, CHUNK_ROWS * K);
-    s->A = scan_take(at, K * width), s->state = scan_take(at, K * width), s->D = scan_take(at, width);
-    if (!backward) return arena.num_bytes;
-    s->dx = scan_take(at, rows), s->ddt = scan_take(at, rows), s->dstate = scan_take(at, K * width);
-    s->dA = scan_take(at, K * width), s->dA_sum = scan_take(at, K * width);
-    s->dD = scan_take(at, width), s->dD_sum = scan_take(at, width);
-    s->decays = scan_take(at, CHUNK_ROWS * K * LANES);
-    s->states = scan_take(at, (CHUNK_ROWS + 1) * K * LANES);
-    s->dC = scan_take(at, CHUNK_ROWS * K * LANES), s->dB = scan_take(at, CHUNK_ROWS * K * LANES);
-    return arena.num_bytes;
+    arena space = {workspace, 0}, *const at = &space;
+    s->x = take(at, rows), s->dt = take(at, rows), s->out = take(at, rows);
+    s->C = take(at, CHUNK_ROWS * K), s->B = take(at, CHUNK_ROWS * K);
+    s->A = take(at, K * width), s->state = take(at, K * width), s->D = take(at, width);
+    if (!backward) return space.num_bytes;
+    s->dx = take(at, rows), s->ddt = take(at, rows), s->dstate = take(at, K * width);
+    s->dA = take(at, K * width), s->dA_sum = take(at, K * width);
+    s->dD = take(at, width), s->dD_sum = take(at, width);
+    s->decays = take(at, CHUNK_ROWS * K * LANES);
+    s->states = take(at, (CHUNK_ROWS + 1) * K * LANES);
+    s->dC = take(at, CHUNK_ROWS * K * LANES), s->dB = take(at, CHUNK_ROWS * K * LANES);
+    return space.num_bytes;
 }
 
 static int64_t selective_scratch_bytes(const rt_selective_params *p, bool backward) {

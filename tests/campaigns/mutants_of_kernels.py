@@ -16,8 +16,8 @@ MUTANTS = [
     Mutant(
         "attention in tiles: the last of an odd number of keys left out",
         "csrc/attn/forward.h",
-        ".depth = (at->num_keys + 1) / 2,",
-        ".depth = at->num_keys / 2,",
+        "gemm_add_tiles(dv, round_up(at->num_rows, LANES), (at->num_keys + 1) / 2,",
+        "gemm_add_tiles(dv, round_up(at->num_rows, LANES), at->num_keys / 2,",
         "c test_attn_bf16",
     ),
     Mutant(
