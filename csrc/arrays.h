@@ -4,9 +4,7 @@
 #ifndef RINGTILE_ARRAYS_H
 #define RINGTILE_ARRAYS_H
 
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
+#include "ringtile/base.h"
 
 enum { RT_MAX_DIMS = 16 };
 
@@ -116,6 +114,49 @@ static inline bool rt_outputs_share_memory(const rt_bytes *arrays, int64_t num_o
 // Whether a pointer can point to elements of this size: it is not NULL, and is aligned to them.
 static inline bool rt_points_to(const void *array, int64_t element_bytes) {
     return array != NULL && (uintptr_t)array % (uintptr_t)element_bytes == 0;
+}
+
+// ---- the arrays of a call ----------------------------------------------------------------------
+
+// Contiguous if stride is NULL, else `stride` counts the steps of all dims but the last, whose elements are neighbours.
+typedef struct rt_array {
+    const void *data;
+    int64_t element_bytes, ndim, sizes[5];
+    const int64_t *stride;
+    bool is_optional; // there is none if data is NULL
+} rt_array;
+
+enum { RT_MAX_ARRAYS = 24 };
+
+typedef struct rt_arrays {
+    int64_t num_outputs, count;
+    rt_array list[RT_MAX_ARRAYS];
+} rt_arrays;
+
+// Outputs come first.
+static inline void rt_add_array(rt_arrays *all, bool is_output, rt_array x) {
+    all->list[all->count++] = x;
+    if (is_output) all->num_outputs = all->count;
+}
+
+// RT_TOO_LARGE, RT_BAD_POINTER, RT_BAD_STRIDE, RT_SHARED_MEMORY
+static inline rt_status rt_check_arrays(const rt_arrays *all) {
+    rt_bytes bytes[RT_MAX_ARRAYS] = {{0, 0, 0, false}};
+    for (int64_t i = 0; i < all->count; i++) {
+        const rt_array *x = &all->list[i];
+        if (x->is_optional && x->data == NULL) continue;
+        int64_t steps[5] = {0};
+        for (int64_t d = 0; x->stride != NULL && d < x->ndim; d++) steps[d] = d == x->ndim - 1 ? 1 : x->stride[d];
+        const int64_t *strides = x->stride == NULL ? NULL : steps;
+        if (!rt_array_fits(x->ndim, x->sizes, strides, x->element_bytes)) return RT_TOO_LARGE;
+        bool empty = false;
+        for (int64_t d = 0; d < x->ndim; d++) empty = empty || x->sizes[d] == 0;
+        if (!empty && !rt_points_to(x->data, x->element_bytes)) return RT_BAD_POINTER;
+        if (i < all->num_outputs && strides != NULL && rt_overlaps(x->ndim, x->sizes, strides)) return RT_BAD_STRIDE;
+        bytes[i] = rt_bytes_of(x->data, x->ndim, x->sizes, strides, x->element_bytes);
+        if (empty) bytes[i].end = bytes[i].begin;
+    }
+    return rt_outputs_share_memory(bytes, all->num_outputs, all->count) ? RT_SHARED_MEMORY : RT_OK;
 }
 
 #endif // RINGTILE_ARRAYS_H

@@ -49,4 +49,24 @@ static inline int64_t rt_num_tasks(int64_t num_rows, int64_t rows_per_task) {
     return num_rows / rows_per_task + (num_rows % rows_per_task > 0); // any number of rows
 }
 
+typedef struct rt_row_job {
+    void (*run_rows)(const void *ctx, int64_t first, int64_t last);
+    const void *ctx;
+    int64_t num_rows, rows_per_task;
+} rt_row_job;
+
+static inline void rt_run_row_task(void *ctx, int64_t task, int64_t worker) {
+    (void)worker;
+    const rt_row_job *job = (const rt_row_job *)ctx;
+    const int64_t first = task * job->rows_per_task, rest = job->num_rows - first;
+    job->run_rows(job->ctx, first, first + (rest < job->rows_per_task ? rest : job->rows_per_task));
+}
+
+// Calls run_rows(ctx, first, last) for rows [first, last), which are all rows over all tasks.
+static inline void rt_for_rows(rt_parallel parallel, int64_t num_rows, int64_t rows_per_task,
+                               void (*run_rows)(const void *ctx, int64_t first, int64_t last), const void *ctx) {
+    rt_row_job job = {run_rows, ctx, num_rows, rows_per_task};
+    rt_for_each(parallel, rt_num_tasks(num_rows, rows_per_task), rt_run_row_task, &job);
+}
+
 #endif // RINGTILE_PARALLEL_H

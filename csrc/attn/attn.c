@@ -11,32 +11,52 @@
 typedef struct job {
     const rt_attn_params *p;
     const rt_kernels *kernels;
-    char *scratch; // of worker 0; the other workers' follows
-    int64_t scratch_bytes;
-    _Atomic int64_t *progress;
+    _Atomic int64_t *progress; // backward: a counter for each task
+    char *scratch;             // of worker 0; the other workers' follows
+    int64_t num_tasks, progress_bytes, scratch_bytes;
 } job;
 
-// Bytes of `front`, then scratch for each worker; RT_TOO_LARGE if that is more than any array may have.
-static rt_status workspace_bytes(int64_t front, int64_t scratch_bytes, int64_t num_workers, int64_t *num_bytes) {
-    *num_bytes = scratch_bytes;
-    if (!rt_multiply_fits(num_bytes, num_workers) || *num_bytes > RT_MAX_BYTES - front) return RT_TOO_LARGE;
-    *num_bytes += front;
+// num_bytes: of the workspace.    RT_TOO_LARGE: more than any array may have
+static rt_status lay_out(const rt_attn_params *p, bool backward, int64_t num_workers, job *j, int64_t *num_bytes) {
+    *j = (job){.p = p};
+    const rt_status status = rt_kernels_for(p->dtype, &j->kernels);
+    if (status != RT_OK) return status;
+    j->num_tasks = j->kernels->attn_num_tasks(p);
+    if (backward) j->progress_bytes = rt_round_up_64(j->num_tasks * (int64_t)sizeof(*j->progress));
+    j->scratch_bytes = rt_round_up_64(backward ? j->kernels->attn_backward_scratch_bytes(p)
+                                               : j->kernels->attn_forward_scratch_bytes(p));
+    *num_bytes = j->scratch_bytes;
+    if (!rt_multiply_fits(num_bytes, num_workers) || *num_bytes > RT_MAX_BYTES - j->progress_bytes) return RT_TOO_LARGE;
+    *num_bytes += j->progress_bytes;
     return RT_OK;
 }
 
-static bool holds_workspace(const rt_attn_params *p, int64_t num_bytes) {
-    return p->workspace != NULL && (uintptr_t)p->workspace % 64 == 0 && p->workspace_bytes >= num_bytes;
+static int64_t workspace_bytes(const rt_attn_params *p, bool backward, int64_t num_workers) {
+    job j;
+    int64_t num_bytes;
+    if (num_workers < 1 || rt_attn_check_sizes(p) != RT_OK) return 0;
+    return lay_out(p, backward, num_workers, &j, &num_bytes) == RT_OK ? num_bytes : 0;
+}
+
+int64_t rt_attn_fwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers) {
+    return workspace_bytes(p, false, num_workers);
+}
+
+int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers) {
+    return workspace_bytes(p, true, num_workers);
+}
+
+static rt_status open_job(const rt_attn_params *p, bool backward, rt_parallel parallel, job *j) {
+    int64_t num_bytes;
+    rt_status status = backward ? rt_attn_check_bwd(p) : rt_attn_check_fwd(p);
+    if (status == RT_OK) status = lay_out(p, backward, rt_num_workers(parallel), j, &num_bytes);
+    if (status != RT_OK) return status;
+    if (!rt_points_to(p->workspace, 64) || p->workspace_bytes < num_bytes) return RT_WORKSPACE;
+    j->progress = p->workspace, j->scratch = (char *)p->workspace + j->progress_bytes;
+    return RT_OK;
 }
 
 // ---- forward -----------------------------------------------------------------------------------
-
-int64_t rt_attn_fwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers) {
-    const rt_kernels *kernels;
-    if (num_workers < 1 || rt_attn_check_sizes(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK) return 0;
-    int64_t num_bytes;
-    const int64_t scratch_bytes = rt_round_up_64(kernels->attn_forward_scratch_bytes(p));
-    return workspace_bytes(0, scratch_bytes, num_workers, &num_bytes) == RT_OK ? num_bytes : 0;
-}
 
 static void forward_task(void *ctx, int64_t task, int64_t worker) {
     const job *j = ctx;
@@ -44,46 +64,13 @@ static void forward_task(void *ctx, int64_t task, int64_t worker) {
 }
 
 rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel) {
-    job j = {.p = p};
-    rt_status status = rt_attn_check_fwd(p);
-    if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
-    if (status != RT_OK) return status;
-    j.scratch_bytes = rt_round_up_64(j.kernels->attn_forward_scratch_bytes(p));
-    int64_t needed;
-    status = workspace_bytes(0, j.scratch_bytes, rt_num_workers(parallel), &needed);
-    if (status != RT_OK) return status;
-    if (!holds_workspace(p, needed)) return RT_WORKSPACE;
-    j.scratch = p->workspace;
-    rt_for_each(parallel, j.kernels->attn_num_tasks(p), forward_task, &j);
-    return RT_OK;
+    job j;
+    const rt_status status = open_job(p, false, parallel, &j);
+    if (status == RT_OK) rt_for_each(parallel, j.num_tasks, forward_task, &j);
+    return status;
 }
 
 // ---- backward ----------------------------------------------------------------------------------
-
-// Every task has a counter, in front of the workers' scratch.
-static int64_t progress_bytes(const rt_attn_params *p, const rt_kernels *kernels) {
-    return rt_round_up_64(kernels->attn_num_tasks(p) * (int64_t)sizeof(_Atomic int64_t));
-}
-
-int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers) {
-    const rt_kernels *kernels;
-    if (num_workers < 1 || rt_attn_check_sizes(p) != RT_OK || rt_kernels_for(p->dtype, &kernels) != RT_OK) return 0;
-    int64_t num_bytes;
-    const int64_t scratch_bytes = rt_round_up_64(kernels->attn_backward_scratch_bytes(p));
-    return workspace_bytes(progress_bytes(p, kernels), scratch_bytes, num_workers, &num_bytes) == RT_OK ? num_bytes : 0;
-}
-
-// Before and after the tasks: zeroes fresh dk and dv; rounds them. A task has some rows of k, counted over all batches.
-typedef struct key_job {
-    const rt_attn_params *p;
-    const rt_kernels *kernels;
-    int64_t num_rows, rows_per_task;
-} key_job;
-
-static int64_t last_row(const key_job *j, int64_t task) {
-    const int64_t last = (task + 1) * j->rows_per_task;
-    return last < j->num_rows ? last : j->num_rows;
-}
 
 static void clear_rows(const rt_attn_params *p, void *array, const int64_t stride[3], int64_t dim, int64_t first,
                        int64_t last) {
@@ -95,26 +82,16 @@ static void clear_rows(const rt_attn_params *p, void *array, const int64_t strid
         }
 }
 
-static void clear_task(void *ctx, int64_t task, int64_t worker) {
-    (void)worker;
-    const key_job *j = ctx;
-    const rt_attn_params *p = j->p;
-    const int64_t first = task * j->rows_per_task, last = last_row(j, task);
+// Before and after the tasks: zeroes fresh dk and dv; rounds them. Rows are those of k, counted over all batches.
+static void clear_keys(const void *ctx, int64_t first, int64_t last) {
+    const rt_attn_params *p = ((const job *)ctx)->p;
     clear_rows(p, p->dk, p->dk_stride, p->head_dim, first, last);
     clear_rows(p, p->dv, p->dv_stride, p->v_head_dim, first, last);
 }
 
-static void round_task(void *ctx, int64_t task, int64_t worker) {
-    (void)worker;
-    const key_job *j = ctx;
-    j->kernels->attn_round_keys(j->p, task * j->rows_per_task, last_row(j, task));
-}
-
-static void for_keys(const job *of, rt_parallel parallel, void (*work)(void *ctx, int64_t task, int64_t worker)) {
-    const rt_attn_params *p = of->p;
-    key_job j = {p, of->kernels, p->batch * p->num_keys,
-                 rt_rows_per_task(p->num_kv_heads * (p->head_dim + p->v_head_dim))};
-    rt_for_each(parallel, rt_num_tasks(j.num_rows, j.rows_per_task), work, &j);
+static void round_keys(const void *ctx, int64_t first, int64_t last) {
+    const job *j = ctx;
+    j->kernels->attn_round_keys(j->p, first, last);
 }
 
 static void backward_task(void *ctx, int64_t task, int64_t worker) {
@@ -123,22 +100,15 @@ static void backward_task(void *ctx, int64_t task, int64_t worker) {
 }
 
 rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel) {
-    job j = {.p = p};
-    rt_status status = rt_attn_check_bwd(p);
-    if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
+    job j;
+    const rt_status status = open_job(p, true, parallel, &j);
     if (status != RT_OK) return status;
-    const int64_t num_tasks = j.kernels->attn_num_tasks(p);
-    j.scratch_bytes = rt_round_up_64(j.kernels->attn_backward_scratch_bytes(p));
-    int64_t needed;
-    status = workspace_bytes(progress_bytes(p, j.kernels), j.scratch_bytes, rt_num_workers(parallel), &needed);
-    if (status != RT_OK) return status;
-    if (!holds_workspace(p, needed)) return RT_WORKSPACE;
-    j.progress = p->workspace;
-    j.scratch = (char *)p->workspace + progress_bytes(p, j.kernels);
-    for (int64_t task = 0; task < num_tasks; task++) atomic_init(&j.progress[task], 0);
-    if (p->fresh) for_keys(&j, parallel, clear_task);
-    rt_for_each(parallel, num_tasks, backward_task, &j);
-    if (p->rounded_dk != NULL) for_keys(&j, parallel, round_task);
+    const int64_t num_keys = p->batch * p->num_keys;
+    const int64_t keys_per_task = rt_rows_per_task(p->num_kv_heads * (p->head_dim + p->v_head_dim));
+    for (int64_t task = 0; task < j.num_tasks; task++) atomic_init(&j.progress[task], 0);
+    if (p->fresh) rt_for_rows(parallel, num_keys, keys_per_task, clear_keys, &j);
+    rt_for_each(parallel, j.num_tasks, backward_task, &j);
+    if (p->rounded_dk != NULL) rt_for_rows(parallel, num_keys, keys_per_task, round_keys, &j);
     return RT_OK;
 }
 
@@ -150,15 +120,11 @@ typedef struct delta_job {
     const double *dlse;
     void *delta;
     const rt_kernels *kernels;
-    int64_t num_tokens, tokens_per_task;
 } delta_job;
 
-static void delta_task(void *ctx, int64_t task, int64_t worker) {
-    (void)worker;
+static void delta_tokens(const void *ctx, int64_t first, int64_t last) {
     const delta_job *j = ctx;
-    const int64_t first = task * j->tokens_per_task, last = first + j->tokens_per_task;
-    j->kernels->attn_delta(j->p, j->dout, j->out, j->dlse, j->delta, first,
-                           last < j->num_tokens ? last : j->num_tokens);
+    j->kernels->attn_delta(j->p, j->dout, j->out, j->dlse, j->delta, first, last);
 }
 
 rt_status rt_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
@@ -167,8 +133,6 @@ rt_status rt_attn_delta(const rt_attn_delta_params *p, const void *dout, const v
     rt_status status = rt_attn_check_delta(p, dout, out, dlse, delta);
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
     if (status != RT_OK) return status;
-    j.num_tokens = p->batch * p->num_queries;
-    j.tokens_per_task = rt_rows_per_task(p->num_heads * p->v_head_dim);
-    rt_for_each(parallel, rt_num_tasks(j.num_tokens, j.tokens_per_task), delta_task, &j);
+    rt_for_rows(parallel, p->batch * p->num_queries, rt_rows_per_task(p->num_heads * p->v_head_dim), delta_tokens, &j);
     return RT_OK;
 }

@@ -46,23 +46,6 @@ static rt_status check_sizes(const rt_indexed_attn_params *p) {
                : RT_TOO_LARGE;
 }
 
-// An array of 4 dims, of which the last has stride 1; contiguous if stride is NULL.
-typedef struct array4 {
-    const void *array;
-    int64_t sizes[4], element_bytes;
-    const int64_t *stride;
-} array4;
-
-static rt_status check_array(array4 x, rt_bytes *bytes) {
-    const int64_t given[] = {x.stride ? x.stride[0] : 0, x.stride ? x.stride[1] : 0, x.stride ? x.stride[2] : 0, 1};
-    const int64_t *strides = x.stride ? given : NULL;
-    if (!rt_array_fits(4, x.sizes, strides, x.element_bytes)) return RT_TOO_LARGE;
-    *bytes = rt_bytes_of(x.array, 4, x.sizes, strides, x.element_bytes);
-    for (int d = 0; d < 4; d++)
-        if (x.sizes[d] == 0) return RT_OK;
-    return rt_points_to(x.array, x.element_bytes) ? RT_OK : RT_BAD_POINTER;
-}
-
 static rt_status check(const rt_indexed_attn_params *p, bool backward) {
     const rt_status status = check_sizes(p);
     if (status != RT_OK) return status;
@@ -70,28 +53,21 @@ static rt_status check(const rt_indexed_attn_params *p, bool backward) {
     const int64_t input = rt_element_bytes(p->dtype), state = rt_state_bytes(p->dtype);
     const int64_t B = p->batch, N = p->num_queries, K = p->num_keys, H = p->num_heads, G = p->num_kv_heads;
     const int64_t D = p->head_dim, Dv = p->v_head_dim;
-    const array4 arrays[] = {
-        // The outputs of the backward, those of the forward, inputs.
-        {p->dq, {B, N, H, D}, input, NULL},
-        {p->dk, {B, G, K, D}, state, NULL},
-        {p->dv, {B, G, K, Dv}, state, NULL},
-        {p->dout, {B, N, H, Dv}, input, NULL},
-        {p->dlse, {B, H, N, 1}, 8, NULL},
-        {p->out, {B, N, H, Dv}, input, NULL},
-        {p->lse, {B, H, N, 1}, 8, NULL},
-        {p->q, {B, N, H, D}, input, NULL},
-        {p->k, {B, K, G, D}, input, p->k_stride},
-        {p->v, {B, K, G, Dv}, input, p->v_stride},
-        {p->indices, {B, N, p->num_indices, 1}, 4, NULL},
-    };
-    enum { ALL = sizeof(arrays) / sizeof(arrays[0]), FORWARD = 5 };
-    const int64_t first = backward ? 0 : FORWARD;
-    rt_bytes bytes[ALL];
-    for (int64_t i = first; i < ALL; i++) {
-        const rt_status found = check_array(arrays[i], &bytes[i]);
-        if (found != RT_OK) return found;
+    rt_arrays all = {0};
+    if (backward) {
+        rt_add_array(&all, true, (rt_array){p->dq, input, 4, {B, N, H, D}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->dk, state, 4, {B, G, K, D}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->dv, state, 4, {B, G, K, Dv}, NULL, false});
+        rt_add_array(&all, false, (rt_array){p->dout, input, 4, {B, N, H, Dv}, NULL, false});
+        rt_add_array(&all, false, (rt_array){p->dlse, 8, 3, {B, H, N}, NULL, false});
     }
-    return rt_outputs_share_memory(bytes + first, backward ? 3 : 2, ALL - first) ? RT_SHARED_MEMORY : RT_OK;
+    rt_add_array(&all, !backward, (rt_array){p->out, input, 4, {B, N, H, Dv}, NULL, false});
+    rt_add_array(&all, !backward, (rt_array){p->lse, 8, 3, {B, H, N}, NULL, false});
+    rt_add_array(&all, false, (rt_array){p->q, input, 4, {B, N, H, D}, NULL, false});
+    rt_add_array(&all, false, (rt_array){p->k, input, 4, {B, K, G, D}, p->k_stride, false});
+    rt_add_array(&all, false, (rt_array){p->v, input, 4, {B, K, G, Dv}, p->v_stride, false});
+    rt_add_array(&all, false, (rt_array){p->indices, 4, 3, {B, N, p->num_indices}, NULL, false});
+    return rt_check_arrays(&all);
 }
 
 // Bytes for all workers, and for each of them.
@@ -115,7 +91,7 @@ static rt_status run(const rt_indexed_attn_params *p, bool backward, rt_parallel
     rt_status status = check(p, backward);
     if (status == RT_OK) status = workspace_of(p, rt_num_workers(parallel), &j, &bytes);
     if (status != RT_OK) return status;
-    if (p->workspace == NULL || (uintptr_t)p->workspace % 64 != 0 || p->workspace_bytes < bytes) return RT_WORKSPACE;
+    if (!rt_points_to(p->workspace, 64) || p->workspace_bytes < bytes) return RT_WORKSPACE;
     if (backward)
         rt_for_each(parallel, p->batch * p->num_kv_heads, backward_task, &j);
     else

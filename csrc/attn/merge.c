@@ -23,33 +23,24 @@ rt_status rt_attn_check_merge(const rt_attn_merge_params *p) {
     if (p->rows == NULL &&
         ((part_batch > 1 && M > N) || p->first_row < 0 || p->first_row > B * N - (part_batch - 1) * N - M))
         return RT_BAD_POSITIONS;
-    const void *const written = p->rounded != NULL ? p->rounded : p->out;
-    const int64_t written_bytes = p->rounded != NULL ? input : state;
-    if (!rt_points_to(p->lse, sizeof(double)) || !rt_points_to(written, written_bytes) ||
-        !rt_points_to(p->out, state) || !rt_points_to(p->part, input) || !rt_points_to(p->part_lse, state) ||
-        (uintptr_t)p->rows % sizeof(*p->rows) != 0)
-        return RT_BAD_POINTER;
-    const int64_t num_rows[] = {p->rows != NULL ? part_batch * M : 0};
-    const int64_t of_rounded[] = {p->rounded != NULL ? B : 0, N, H, D};
-    const rt_bytes arrays[] = {
-        rt_bytes_of(p->lse, 3, of_out, NULL, sizeof(double)), rt_bytes_of(p->out, 4, of_out, NULL, state),
-        rt_bytes_of(p->rounded, 4, of_rounded, NULL, input),  rt_bytes_of(p->part, 4, sizes, strides, input),
-        rt_bytes_of(p->part_lse, 3, sizes, NULL, state),      rt_bytes_of(p->rows, 1, num_rows, NULL, sizeof(*p->rows)),
-    };
-    return rt_outputs_share_memory(arrays, 3, 6) ? RT_SHARED_MEMORY : RT_OK;
+    rt_arrays all = {0};
+    rt_add_array(&all, true, (rt_array){p->lse, sizeof(double), 3, {B, H, N}, NULL, false});
+    rt_add_array(&all, true, (rt_array){p->out, state, 4, {B, N, H, D}, NULL, false});
+    rt_add_array(&all, true, (rt_array){p->rounded, input, 4, {B, N, H, D}, NULL, true});
+    rt_add_array(&all, false, (rt_array){p->part, input, 4, {part_batch, M, H, D}, p->part_stride, false});
+    rt_add_array(&all, false, (rt_array){p->part_lse, state, 3, {part_batch, H, M}, NULL, false});
+    rt_add_array(&all, false, (rt_array){p->rows, sizeof(*p->rows), 1, {part_batch * M}, NULL, true});
+    return rt_check_arrays(&all);
 }
 
 typedef struct merge_job {
     const rt_attn_merge_params *p;
     const rt_kernels *kernels;
-    int64_t num_rows, rows_per_task;
 } merge_job;
 
-static void merge_task(void *ctx, int64_t task, int64_t worker) {
-    (void)worker;
+static void merge_rows(const void *ctx, int64_t first, int64_t last) {
     const merge_job *j = ctx;
-    const int64_t first = task * j->rows_per_task, last = first + j->rows_per_task;
-    j->kernels->attn_merge(j->p, first, last < j->num_rows ? last : j->num_rows);
+    j->kernels->attn_merge(j->p, first, last);
 }
 
 rt_status rt_attn_merge(const rt_attn_merge_params *p, rt_parallel parallel) {
@@ -57,12 +48,11 @@ rt_status rt_attn_merge(const rt_attn_merge_params *p, rt_parallel parallel) {
     rt_status status = rt_attn_check_merge(p);
     if (status == RT_OK) status = rt_kernels_for(p->dtype, &j.kernels);
     if (status != RT_OK) return status;
-    j.num_rows = p->part_batch * p->part_queries;
-    for (int64_t i = 0, least = 0; p->rows != NULL && i < j.num_rows; i++) {
+    const int64_t num_rows = p->part_batch * p->part_queries;
+    for (int64_t i = 0, least = 0; p->rows != NULL && i < num_rows; i++) {
         if (p->rows[i] < least || p->rows[i] >= p->batch * p->num_queries) return RT_BAD_POSITIONS;
         least = p->rows[i] + 1;
     }
-    j.rows_per_task = rt_rows_per_task(p->num_heads * p->v_head_dim);
-    rt_for_each(parallel, rt_num_tasks(j.num_rows, j.rows_per_task), merge_task, &j);
+    rt_for_rows(parallel, num_rows, rt_rows_per_task(p->num_heads * p->v_head_dim), merge_rows, &j);
     return RT_OK;
 }

@@ -4,46 +4,6 @@
 #include "../arrays.h"
 #include "../dtype.h"
 
-// An array of one call: contiguous if stride is NULL, else `stride` counts the steps of all dims but the last.
-typedef struct array {
-    const void *data;
-    int64_t element_bytes;
-    int64_t ndim, sizes[5];
-    const int64_t *stride;
-    bool is_optional;
-} array;
-
-enum { MAX_ARRAYS = 24 };
-
-// Outputs are listed first.
-typedef struct arrays {
-    int64_t num_outputs, count;
-    array list[MAX_ARRAYS];
-} arrays;
-
-static void add(arrays *all, bool is_output, array x) {
-    all->list[all->count++] = x;
-    if (is_output) all->num_outputs = all->count;
-}
-
-// RT_TOO_LARGE, RT_BAD_POINTER, RT_SHARED_MEMORY
-static rt_status check_arrays(const arrays *all) {
-    rt_bytes bytes[MAX_ARRAYS];
-    for (int64_t i = 0; i < all->count; i++) {
-        const array *x = &all->list[i];
-        int64_t strides[5];
-        for (int64_t d = 0; d < x->ndim; d++) strides[d] = x->stride == NULL || d == x->ndim - 1 ? 1 : x->stride[d];
-        const int64_t *steps = x->stride == NULL ? NULL : strides;
-        if (!rt_array_fits(x->ndim, x->sizes, steps, x->element_bytes)) return RT_TOO_LARGE;
-        bool empty = x->is_optional && x->data == NULL;
-        for (int64_t d = 0; d < x->ndim; d++) empty = empty || x->sizes[d] == 0;
-        if (!empty && !rt_points_to(x->data, x->element_bytes)) return RT_BAD_POINTER;
-        bytes[i] = rt_bytes_of(x->data, x->ndim, x->sizes, steps, x->element_bytes);
-        if (empty) bytes[i].end = bytes[i].begin;
-    }
-    return rt_outputs_share_memory(bytes, all->num_outputs, all->count) ? RT_SHARED_MEMORY : RT_OK;
-}
-
 rt_status rt_scan_check_sizes(const rt_scan_params *p) {
     if (p == NULL) return RT_BAD_POINTER;
     if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
@@ -63,34 +23,34 @@ rt_status rt_scan_check(const rt_scan_params *p, bool backward) {
     const int64_t B = p->batch, N = p->num_tokens, H = p->num_heads, G = p->num_k_heads, K = p->head_dim,
                   V = p->v_head_dim, bytes = rt_element_bytes(p->dtype), wide = rt_state_bytes(p->dtype);
     const int64_t g_dims = p->channel_decay ? 4 : 3, seq_idx[] = {p->seq_idx_batch_stride};
-    const array states = {p->states, wide, 5, {B, H, rt_scan_num_states(N), K, V}, NULL, !backward};
-    arrays all = {0};
+    const rt_array states = {p->states, wide, 5, {B, H, rt_scan_num_states(N), K, V}, NULL, !backward};
+    rt_arrays all = {0};
     if (backward) {
-        add(&all, true, (array){p->dq, wide, 4, {B, N, G, K}, NULL, false});
-        add(&all, true, (array){p->dk, wide, 4, {B, N, G, K}, NULL, false});
-        add(&all, true, (array){p->dv, wide, 4, {B, N, H, V}, NULL, false});
-        add(&all, true, (array){p->dg, wide, g_dims, {B, N, H, K}, NULL, false});
-        add(&all, true, (array){p->dbeta, wide, 3, {B, N, H}, NULL, p->beta == NULL});
-        add(&all, true, (array){p->ddt, wide, 3, {B, N, H}, NULL, p->dt == NULL});
-        add(&all, true, (array){p->dD, wide, 3, {B, N, H}, NULL, p->D == NULL});
-        add(&all, true, (array){p->dinitial_state, wide, 4, {B, H, K, V}, NULL, false});
-        add(&all, false, (array){p->dout, bytes, 4, {B, N, H, V}, p->dout_stride, false});
-        add(&all, false, (array){p->dfinal_state, wide, 4, {B, H, K, V}, NULL, true});
+        rt_add_array(&all, true, (rt_array){p->dq, wide, 4, {B, N, G, K}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->dk, wide, 4, {B, N, G, K}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->dv, wide, 4, {B, N, H, V}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->dg, wide, g_dims, {B, N, H, K}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->dbeta, wide, 3, {B, N, H}, NULL, p->beta == NULL});
+        rt_add_array(&all, true, (rt_array){p->ddt, wide, 3, {B, N, H}, NULL, p->dt == NULL});
+        rt_add_array(&all, true, (rt_array){p->dD, wide, 3, {B, N, H}, NULL, p->D == NULL});
+        rt_add_array(&all, true, (rt_array){p->dinitial_state, wide, 4, {B, H, K, V}, NULL, false});
+        rt_add_array(&all, false, (rt_array){p->dout, bytes, 4, {B, N, H, V}, p->dout_stride, false});
+        rt_add_array(&all, false, (rt_array){p->dfinal_state, wide, 4, {B, H, K, V}, NULL, true});
     } else {
-        add(&all, true, (array){p->out, bytes, 4, {B, N, H, V}, NULL, false});
-        add(&all, true, (array){p->final_state, wide, 4, {B, H, K, V}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->out, bytes, 4, {B, N, H, V}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->final_state, wide, 4, {B, H, K, V}, NULL, false});
     }
-    add(&all, !backward, states);
-    add(&all, false, (array){p->q, bytes, 4, {B, N, G, K}, p->q_stride, false});
-    add(&all, false, (array){p->k, bytes, 4, {B, N, G, K}, p->k_stride, false});
-    add(&all, false, (array){p->v, bytes, 4, {B, N, H, V}, p->v_stride, false});
-    add(&all, false, (array){p->g, wide, g_dims, {B, N, H, K}, NULL, false});
-    add(&all, false, (array){p->beta, wide, 3, {B, N, H}, NULL, true});
-    add(&all, false, (array){p->dt, wide, 3, {B, N, H}, NULL, true});
-    add(&all, false, (array){p->D, wide, 1, {H}, NULL, true});
-    add(&all, false, (array){p->seq_idx, 4, 2, {B, N}, seq_idx, false});
-    add(&all, false, (array){p->initial_state, wide, 4, {B, H, K, V}, NULL, true});
-    return check_arrays(&all);
+    rt_add_array(&all, !backward, states);
+    rt_add_array(&all, false, (rt_array){p->q, bytes, 4, {B, N, G, K}, p->q_stride, false});
+    rt_add_array(&all, false, (rt_array){p->k, bytes, 4, {B, N, G, K}, p->k_stride, false});
+    rt_add_array(&all, false, (rt_array){p->v, bytes, 4, {B, N, H, V}, p->v_stride, false});
+    rt_add_array(&all, false, (rt_array){p->g, wide, g_dims, {B, N, H, K}, NULL, false});
+    rt_add_array(&all, false, (rt_array){p->beta, wide, 3, {B, N, H}, NULL, true});
+    rt_add_array(&all, false, (rt_array){p->dt, wide, 3, {B, N, H}, NULL, true});
+    rt_add_array(&all, false, (rt_array){p->D, wide, 1, {H}, NULL, true});
+    rt_add_array(&all, false, (rt_array){p->seq_idx, 4, 2, {B, N}, seq_idx, false});
+    rt_add_array(&all, false, (rt_array){p->initial_state, wide, 4, {B, H, K, V}, NULL, true});
+    return rt_check_arrays(&all);
 }
 
 rt_status rt_selective_check_sizes(const rt_selective_params *p) {
@@ -107,32 +67,32 @@ rt_status rt_selective_check(const rt_selective_params *p, bool backward) {
     const int64_t rows = p->batch, N = p->num_tokens, dim = p->num_channels, K = p->state_dim,
                   bytes = rt_element_bytes(p->dtype), wide = rt_state_bytes(p->dtype);
     const int64_t seq_idx[] = {p->seq_idx_batch_stride};
-    const array states = {p->states, wide, 4, {rows, rt_scan_num_states(N), K, dim}, NULL, !backward};
-    arrays all = {0};
+    const rt_array states = {p->states, wide, 4, {rows, rt_scan_num_states(N), K, dim}, NULL, !backward};
+    rt_arrays all = {0};
     if (backward) {
-        add(&all, true, (array){p->dx, wide, 3, {rows, N, dim}, NULL, false});
-        add(&all, true, (array){p->ddt, wide, 3, {rows, N, dim}, NULL, false});
-        add(&all, true, (array){p->dC, wide, 3, {rows, N, K}, NULL, false});
-        add(&all, true, (array){p->dB, wide, 3, {rows, N, K}, NULL, false});
-        add(&all, true, (array){p->dA, wide, 2, {K, dim}, NULL, false});
-        add(&all, true, (array){p->dD, wide, 1, {dim}, NULL, p->D == NULL});
-        add(&all, true, (array){p->dinitial_state, wide, 3, {rows, K, dim}, NULL, false});
-        add(&all, false, (array){p->dout, bytes, 3, {rows, N, dim}, p->dout_stride, false});
-        add(&all, false, (array){p->dfinal_state, wide, 3, {rows, K, dim}, NULL, true});
+        rt_add_array(&all, true, (rt_array){p->dx, wide, 3, {rows, N, dim}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->ddt, wide, 3, {rows, N, dim}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->dC, wide, 3, {rows, N, K}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->dB, wide, 3, {rows, N, K}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->dA, wide, 2, {K, dim}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->dD, wide, 1, {dim}, NULL, p->D == NULL});
+        rt_add_array(&all, true, (rt_array){p->dinitial_state, wide, 3, {rows, K, dim}, NULL, false});
+        rt_add_array(&all, false, (rt_array){p->dout, bytes, 3, {rows, N, dim}, p->dout_stride, false});
+        rt_add_array(&all, false, (rt_array){p->dfinal_state, wide, 3, {rows, K, dim}, NULL, true});
     } else {
-        add(&all, true, (array){p->out, bytes, 3, {rows, N, dim}, NULL, false});
-        add(&all, true, (array){p->final_state, wide, 3, {rows, K, dim}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->out, bytes, 3, {rows, N, dim}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->final_state, wide, 3, {rows, K, dim}, NULL, false});
     }
-    add(&all, !backward, states);
-    add(&all, false, (array){p->x, bytes, 3, {rows, N, dim}, p->x_stride, false});
-    add(&all, false, (array){p->C, bytes, 3, {rows, N, K}, p->C_stride, false});
-    add(&all, false, (array){p->B, bytes, 3, {rows, N, K}, p->B_stride, false});
-    add(&all, false, (array){p->dt, wide, 3, {rows, N, dim}, NULL, false});
-    add(&all, false, (array){p->A, wide, 2, {K, dim}, NULL, false});
-    add(&all, false, (array){p->D, wide, 1, {dim}, NULL, true});
-    add(&all, false, (array){p->seq_idx, 4, 2, {rows, N}, seq_idx, false});
-    add(&all, false, (array){p->initial_state, wide, 3, {rows, K, dim}, NULL, true});
-    return check_arrays(&all);
+    rt_add_array(&all, !backward, states);
+    rt_add_array(&all, false, (rt_array){p->x, bytes, 3, {rows, N, dim}, p->x_stride, false});
+    rt_add_array(&all, false, (rt_array){p->C, bytes, 3, {rows, N, K}, p->C_stride, false});
+    rt_add_array(&all, false, (rt_array){p->B, bytes, 3, {rows, N, K}, p->B_stride, false});
+    rt_add_array(&all, false, (rt_array){p->dt, wide, 3, {rows, N, dim}, NULL, false});
+    rt_add_array(&all, false, (rt_array){p->A, wide, 2, {K, dim}, NULL, false});
+    rt_add_array(&all, false, (rt_array){p->D, wide, 1, {dim}, NULL, true});
+    rt_add_array(&all, false, (rt_array){p->seq_idx, 4, 2, {rows, N}, seq_idx, false});
+    rt_add_array(&all, false, (rt_array){p->initial_state, wide, 3, {rows, K, dim}, NULL, true});
+    return rt_check_arrays(&all);
 }
 
 rt_status rt_conv_check(const rt_conv_params *p, bool backward) {
@@ -145,22 +105,22 @@ rt_status rt_conv_check(const rt_conv_params *p, bool backward) {
     const int64_t B = p->batch, N = p->num_tokens, C = p->num_channels, K = p->width,
                   bytes = rt_element_bytes(p->dtype), wide = rt_state_bytes(p->dtype);
     const int64_t seq_idx[] = {p->seq_idx_batch_stride};
-    arrays all = {0};
+    rt_arrays all = {0};
     if (backward) {
-        add(&all, true, (array){p->dx, bytes, 3, {B, N, C}, NULL, false});
-        add(&all, true, (array){p->dweight, wide, 2, {C, K}, NULL, false});
-        add(&all, true, (array){p->dbias, wide, 1, {C}, NULL, p->bias == NULL});
-        add(&all, true, (array){p->dinitial_state, wide, 3, {B, K - 1, C}, NULL, false});
-        add(&all, false, (array){p->dy, bytes, 3, {B, N, C}, p->dy_stride, false});
-        add(&all, false, (array){p->dfinal_state, wide, 3, {B, K - 1, C}, NULL, true});
+        rt_add_array(&all, true, (rt_array){p->dx, bytes, 3, {B, N, C}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->dweight, wide, 2, {C, K}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->dbias, wide, 1, {C}, NULL, p->bias == NULL});
+        rt_add_array(&all, true, (rt_array){p->dinitial_state, wide, 3, {B, K - 1, C}, NULL, false});
+        rt_add_array(&all, false, (rt_array){p->dy, bytes, 3, {B, N, C}, p->dy_stride, false});
+        rt_add_array(&all, false, (rt_array){p->dfinal_state, wide, 3, {B, K - 1, C}, NULL, true});
     } else {
-        add(&all, true, (array){p->y, bytes, 3, {B, N, C}, NULL, false});
-        add(&all, true, (array){p->final_state, wide, 3, {B, K - 1, C}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->y, bytes, 3, {B, N, C}, NULL, false});
+        rt_add_array(&all, true, (rt_array){p->final_state, wide, 3, {B, K - 1, C}, NULL, false});
     }
-    add(&all, false, (array){p->x, bytes, 3, {B, N, C}, p->x_stride, false});
-    add(&all, false, (array){p->weight, wide, 2, {C, K}, NULL, false});
-    add(&all, false, (array){p->bias, wide, 1, {C}, NULL, true});
-    add(&all, false, (array){p->seq_idx, 4, 2, {B, N}, seq_idx, false});
-    add(&all, false, (array){p->initial_state, wide, 3, {B, K - 1, C}, NULL, true});
-    return check_arrays(&all);
+    rt_add_array(&all, false, (rt_array){p->x, bytes, 3, {B, N, C}, p->x_stride, false});
+    rt_add_array(&all, false, (rt_array){p->weight, wide, 2, {C, K}, NULL, false});
+    rt_add_array(&all, false, (rt_array){p->bias, wide, 1, {C}, NULL, true});
+    rt_add_array(&all, false, (rt_array){p->seq_idx, 4, 2, {B, N}, seq_idx, false});
+    rt_add_array(&all, false, (rt_array){p->initial_state, wide, 3, {B, K - 1, C}, NULL, true});
+    return rt_check_arrays(&all);
 }

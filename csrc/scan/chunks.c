@@ -4,7 +4,7 @@
 
 int64_t rt_scan_num_states(int64_t num_tokens) { return num_tokens > 0 ? (num_tokens - 1) / RT_CHUNK_TOKENS : 0; }
 
-bool rt_chunk_rows_fit(int64_t batch, int64_t num_tokens, int64_t seq_idx_batch_stride, rt_chunk_rows *rows) {
+static bool rows_fit(int64_t batch, int64_t num_tokens, int64_t seq_idx_batch_stride, rt_chunk_rows *rows) {
     *rows = (rt_chunk_rows){.count = seq_idx_batch_stride == 0 ? batch > 0 : batch};
     const int64_t sizes[] = {rows->count, num_tokens, 32};
     if (!rt_array_fits(3, sizes, NULL, 1)) return false;
@@ -12,6 +12,19 @@ bool rt_chunk_rows_fit(int64_t batch, int64_t num_tokens, int64_t seq_idx_batch_
                       rt_round_up_64((num_tokens + 1) * (int64_t)sizeof(rt_chunk));
     rows->num_bytes = rows->row_bytes;
     return rt_multiply_fits(&rows->num_bytes, rows->count);
+}
+
+rt_status rt_scan_space_of(int64_t batch, int64_t num_tokens, int64_t seq_idx_batch_stride, int64_t num_turns,
+                           int64_t scratch_bytes, int64_t num_workers, rt_scan_space *space) {
+    if (!rows_fit(batch, num_tokens, seq_idx_batch_stride, &space->rows) ||
+        !rt_array_fits(1, &num_turns, NULL, sizeof(_Atomic int64_t)))
+        return RT_TOO_LARGE;
+    const int64_t before = space->rows.num_bytes + rt_round_up_64(num_turns * (int64_t)sizeof(_Atomic int64_t));
+    space->num_turns = num_turns, space->scratch_bytes = rt_round_up_64(scratch_bytes);
+    int64_t scratch = space->scratch_bytes;
+    if (!rt_multiply_fits(&scratch, num_workers) || scratch > RT_MAX_BYTES - before) return RT_TOO_LARGE;
+    space->num_bytes = before + scratch;
+    return RT_OK;
 }
 
 static void find_chunks(const int32_t *seq_idx, int64_t num_tokens, rt_chunks *c) {
@@ -30,7 +43,7 @@ static void find_chunks(const int32_t *seq_idx, int64_t num_tokens, rt_chunks *c
     c->chunks[c->num_chunks] = (rt_chunk){count, RT_STATE_ZERO};
 }
 
-void rt_find_chunks(rt_chunk_rows *rows, char *memory, const int32_t *seq_idx, int64_t num_tokens) {
+static void find_rows(rt_chunk_rows *rows, char *memory, const int32_t *seq_idx, int64_t num_tokens) {
     rows->memory = memory;
     for (int64_t row = 0; row < rows->count; row++, memory += rows->row_bytes) {
         rt_chunks *c = (rt_chunks *)(void *)memory;
@@ -41,21 +54,10 @@ void rt_find_chunks(rt_chunk_rows *rows, char *memory, const int32_t *seq_idx, i
     }
 }
 
-bool rt_scan_space_fits(rt_scan_space *space, int64_t num_turns, int64_t scratch_bytes, int64_t num_workers) {
-    const int64_t turns[] = {num_turns};
-    if (!rt_array_fits(1, turns, NULL, sizeof(_Atomic int64_t))) return false;
-    const int64_t before = space->rows.num_bytes + rt_round_up_64(num_turns * (int64_t)sizeof(_Atomic int64_t));
-    space->num_turns = num_turns, space->scratch_bytes = rt_round_up_64(scratch_bytes);
-    int64_t scratch = space->scratch_bytes;
-    if (!rt_multiply_fits(&scratch, num_workers) || scratch > RT_MAX_BYTES - before) return false;
-    space->num_bytes = before + scratch;
-    return true;
-}
-
 rt_status rt_scan_space_open(rt_scan_space *space, void *workspace, int64_t workspace_bytes, const int32_t *seq_idx,
                              int64_t num_tokens) {
-    if (workspace == NULL || (uintptr_t)workspace % 64 != 0 || workspace_bytes < space->num_bytes) return RT_WORKSPACE;
-    rt_find_chunks(&space->rows, workspace, seq_idx, num_tokens);
+    if (!rt_points_to(workspace, 64) || workspace_bytes < space->num_bytes) return RT_WORKSPACE;
+    find_rows(&space->rows, workspace, seq_idx, num_tokens);
     char *const turns = (char *)workspace + space->rows.num_bytes;
     space->turns = (_Atomic int64_t *)(void *)turns;
     space->scratch = turns + rt_round_up_64(space->num_turns * (int64_t)sizeof(_Atomic int64_t));

@@ -27,11 +27,6 @@ typedef struct rt_chunk_rows {
     char *memory;
 } rt_chunk_rows;
 
-// Counts the bytes of rows; false if they are too many.
-bool rt_chunk_rows_fit(int64_t batch, int64_t num_tokens, int64_t seq_idx_batch_stride, rt_chunk_rows *rows);
-// memory: rows->num_bytes, 64-byte aligned
-void rt_find_chunks(rt_chunk_rows *rows, char *memory, const int32_t *seq_idx, int64_t num_tokens);
-
 static inline const rt_chunks *rt_chunks_of(const rt_chunk_rows *rows, int64_t batch) {
     return (const rt_chunks *)(void *)(rows->memory + (rows->count > 1 ? batch : 0) * rows->row_bytes);
 }
@@ -45,8 +40,9 @@ typedef struct rt_scan_space {
     char *scratch;
 } rt_scan_space;
 
-// rows: counted by rt_chunk_rows_fit. False if the bytes are too many.
-bool rt_scan_space_fits(rt_scan_space *space, int64_t num_turns, int64_t scratch_bytes, int64_t num_workers);
+// Counts the bytes, of params that pass.    RT_TOO_LARGE
+rt_status rt_scan_space_of(int64_t batch, int64_t num_tokens, int64_t seq_idx_batch_stride, int64_t num_turns,
+                           int64_t scratch_bytes, int64_t num_workers, rt_scan_space *space);
 // Finds the chunks, and sets all turns to 0. RT_WORKSPACE: the workspace is none, too small, or not 64-byte aligned.
 rt_status rt_scan_space_open(rt_scan_space *space, void *workspace, int64_t workspace_bytes, const int32_t *seq_idx,
                              int64_t num_tokens);

@@ -11,11 +11,9 @@ typedef struct job {
     void (*kernel)(const rt_conv_params *p, int64_t first, int64_t last);
 } job;
 
-static void run_task(void *ctx, int64_t task, int64_t worker) {
-    (void)worker;
+static void run_channels(const void *ctx, int64_t first, int64_t last) {
     const job *j = ctx;
-    const int64_t first = task * TASK_CHANNELS, last = first + TASK_CHANNELS;
-    j->kernel(j->p, first, last < j->p->num_channels ? last : j->p->num_channels);
+    j->kernel(j->p, first, last);
 }
 
 static rt_status run_conv(const rt_conv_params *p, bool backward, rt_parallel parallel) {
@@ -25,8 +23,8 @@ static rt_status run_conv(const rt_conv_params *p, bool backward, rt_parallel pa
     if (status != RT_OK) return status;
     rt_conv_params params = *p;
     if (p->num_tokens == 0 && p->width == 1) params.batch = 0; // rows of nothing, of any number
-    job j = {&params, backward ? kernels->conv_backward : kernels->conv_forward};
-    rt_for_each(parallel, rt_num_tasks(p->num_channels, TASK_CHANNELS), run_task, &j);
+    const job j = {&params, backward ? kernels->conv_backward : kernels->conv_forward};
+    rt_for_rows(parallel, p->num_channels, TASK_CHANNELS, run_channels, &j);
     return RT_OK;
 }
 
