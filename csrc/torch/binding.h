@@ -148,6 +148,42 @@ inline rt_dtype dtype_of(const Tensor &x, const char *op) {
 
 inline ScalarType state_dtype(rt_dtype dtype) { return dtype == RT_F64 ? ScalarType::Double : ScalarType::Float; }
 
+// An op, and the device of its tensors.
+struct Op {
+    const char *const name;
+    const Device device;
+
+    explicit Op(const char *name, Device device = Device(torch::headeronly::DeviceType::CPU))
+        : name(name), device(device) {}
+
+    Arg arg(const char *argument, const Tensor &x) const { return Arg{name, argument, x}.on(device); }
+
+    // The first element of a contiguous tensor; NULL if there is none.
+    template <class T = void>
+    T *dense(const char *argument, const Tensor &x, ScalarType dtype, const std::vector<int64_t> &sizes) const {
+        return arg(argument, x).dtype(dtype).contiguous().sizes(sizes).template data<T>();
+    }
+    template <class T = void>
+    T *dense(const char *argument, const std::optional<Tensor> &x, ScalarType dtype,
+             const std::vector<int64_t> &sizes) const {
+        return x.has_value() ? dense<T>(argument, *x, dtype, sizes) : nullptr;
+    }
+    // The first element of a tensor whose last dim has stride 1, and the strides of its other dims.
+    template <int n>
+    void *rows(const char *argument, const Tensor &x, ScalarType dtype, const std::vector<int64_t> &sizes,
+               int64_t (&strides)[n]) const {
+        const Arg rows = arg(argument, x).dtype(dtype).sizes(sizes).unit_last_stride();
+        for (int i = 0; i < n; ++i) strides[i] = x.stride(i);
+        return rows.data();
+    }
+    // The first element of int32 (B or 1, N), and the batch stride.
+    const int32_t *mask(const char *argument, const Tensor &x, int64_t B, int64_t N, int64_t &batch_stride) const {
+        const bool shared = arg(argument, x).dim(2).x.size(0) == 1;
+        batch_stride = shared ? 0 : N;
+        return dense<const int32_t>(argument, x, ScalarType::Int, {shared ? 1 : B, N});
+    }
+};
+
 // A (R, 4) tensor of runs, read in place.
 inline std::pair<const rt_run *, int64_t> runs_of(const Tensor &runs, const char *op, const char *name) {
     static_assert(sizeof(rt_run) == 4 * sizeof(int64_t), "a run is one row of the tensor");

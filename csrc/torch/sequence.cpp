@@ -55,21 +55,18 @@ struct PlanArg {
     Tensor workspace;
     rt_plan_params p;
 
-    PlanArg(const Tensor &begin, const Tensor &end, const Tensor &layout_rows, const char *op)
-        : layout(layout_rows, op) {
-        Arg{op, "begin", begin}.on_cpu().dtype(ScalarType::Int).contiguous();
-        const bool two_sides = begin.dim() == 3;
-        if (two_sides)
-            Arg{op, "begin", begin}.sizes({2, begin.size(1), begin.size(2)});
-        else
-            Arg{op, "begin", begin}.dim(2);
+    PlanArg(const Tensor &begin, const Tensor &end, const Tensor &layout_rows, const Op &op)
+        : layout(layout_rows, op.name) {
+        const bool two_sides = op.arg("begin", begin).x.dim() == 3;
+        if (!two_sides) op.arg("begin", begin).dim(2);
         const int64_t rows = begin.size(begin.dim() - 2), S = begin.size(begin.dim() - 1);
-        Arg{op, "end", end}.on_cpu().dtype(ScalarType::Int).contiguous();
-        Arg{op, "end", end}.sizes(two_sides ? std::vector<int64_t>{2, rows, S} : std::vector<int64_t>{rows, S});
+        std::vector<int64_t> sizes = {rows, S};
+        if (two_sides) sizes.insert(sizes.begin(), 2);
         p = {};
         p.num_ranks = layout.num_ranks(), p.seq_len = S, p.mask_batch = rows;
         p.runs = layout.runs.data(), p.run_offsets = layout.offsets.data();
-        p.begin = Arg{op, "begin", begin}.data<const int32_t>(), p.end = Arg{op, "end", end}.data<const int32_t>();
+        p.begin = op.dense<const int32_t>("begin", begin, ScalarType::Int, sizes);
+        p.end = op.dense<const int32_t>("end", end, ScalarType::Int, sizes);
         if (two_sides) p.key_begin = p.begin + rows * S, p.key_end = p.end + rows * S;
         p.workspace_bytes = rt_plan_workspace_bytes(&p);
         workspace = on_host({p.workspace_bytes}, ScalarType::Byte); // torch aligns to 64 bytes
@@ -96,7 +93,7 @@ Tensor run_positions(const Tensor &runs) {
 std::tuple<Tensor, Tensor, Tensor> plan_rank(const Tensor &begin, const Tensor &end, const Tensor &layout, int64_t rank,
                                              bool at_once) {
     const char *op = "plan_rank";
-    const PlanArg arg(begin, end, layout, op);
+    const PlanArg arg(begin, end, layout, Op(op));
     const int64_t W = arg.p.num_ranks;
     require(rank >= 0 && rank < W, op, "rank is ", rank, ", expected one of ", W, " ranks");
     static_assert(sizeof(rt_round) == 5 * sizeof(int64_t) && sizeof(rt_transfer) == 5 * sizeof(int64_t));
@@ -119,7 +116,7 @@ std::tuple<Tensor, Tensor, Tensor> plan_rank(const Tensor &begin, const Tensor &
 
 // keys, pairs (W, W): [query rank][key rank].
 std::tuple<Tensor, Tensor> plan_counts(const Tensor &begin, const Tensor &end, const Tensor &layout) {
-    const PlanArg arg(begin, end, layout, "plan_counts");
+    const PlanArg arg(begin, end, layout, Op("plan_counts"));
     const Tensor keys = on_host({arg.p.num_ranks, arg.p.num_ranks}, ScalarType::Long);
     const Tensor pairs = on_host({arg.p.num_ranks, arg.p.num_ranks}, ScalarType::Long);
     check(rt_plan_counts(&arg.p, static_cast<int64_t *>(keys.data_ptr()), static_cast<int64_t *>(pairs.data_ptr())),
@@ -130,22 +127,19 @@ std::tuple<Tensor, Tensor> plan_counts(const Tensor &begin, const Tensor &end, c
 // (C): the rank of each chunk of tokens. begin, end (rows, S) of the queries; num_keys (rows, S) with two sides.
 Tensor balance(const Tensor &begin, const Tensor &end, const std::optional<Tensor> &num_keys, int64_t world_size,
                int64_t chunk) {
-    const char *op = "balance";
-    Arg{op, "begin", begin}.on_cpu().dtype(ScalarType::Int).dim(2).contiguous();
+    const Op op("balance");
+    op.arg("begin", begin).dim(2);
     rt_balance_params p = {};
     p.num_ranks = world_size, p.mask_batch = begin.size(0), p.seq_len = begin.size(1), p.chunk = chunk;
     const std::vector<int64_t> sizes = {p.mask_batch, p.seq_len};
-    p.begin = Arg{op, "begin", begin}.data<const int32_t>();
-    p.end = Arg{op, "end", end}.on_cpu().dtype(ScalarType::Int).contiguous().sizes(sizes).data<const int32_t>();
-    if (num_keys.has_value()) {
-        const Arg arg = {op, "num_keys", *num_keys};
-        p.num_keys = arg.on_cpu().dtype(ScalarType::Long).contiguous().sizes(sizes).data<const int64_t>();
-    }
+    p.begin = op.dense<const int32_t>("begin", begin, ScalarType::Int, sizes);
+    p.end = op.dense<const int32_t>("end", end, ScalarType::Int, sizes);
+    p.num_keys = op.dense<const int64_t>("num_keys", num_keys, ScalarType::Long, sizes);
     p.workspace_bytes = rt_balance_workspace_bytes(&p);
     const Tensor workspace = on_host({p.workspace_bytes}, ScalarType::Byte); // torch aligns to 64 bytes
     p.workspace = workspace.data_ptr();
     Tensor owner = on_host({p.workspace_bytes > 0 ? (p.seq_len - 1) / chunk + 1 : 1}, ScalarType::Long);
-    check(rt_balance(&p, static_cast<int64_t *>(owner.data_ptr())), op);
+    check(rt_balance(&p, static_cast<int64_t *>(owner.data_ptr())), op.name);
     return owner;
 }
 
@@ -154,28 +148,22 @@ Tensor balance(const Tensor &begin, const Tensor &end, const std::optional<Tenso
 std::tuple<Tensor, Tensor> pieces(const Tensor &begin, const Tensor &end, const Tensor &k_runs,
                                   const std::optional<Tensor> &key_begin, const std::optional<Tensor> &key_end,
                                   const std::optional<Tensor> &positions, int64_t max_pieces, int64_t max_stretches) {
-    const char *op = "pieces";
-    Arg{op, "begin", begin}.on_cpu().dtype(ScalarType::Int).dim(2).contiguous();
+    const Op op("pieces");
+    op.arg("begin", begin).dim(2);
     rt_pieces_params p = {};
     p.mask_batch = begin.size(0), p.num_queries = begin.size(1), p.max_stretches = max_stretches;
     const std::vector<int64_t> of_queries = {p.mask_batch, p.num_queries};
-    p.begin = Arg{op, "begin", begin}.data<const int32_t>();
-    p.end = Arg{op, "end", end}.on_cpu().dtype(ScalarType::Int).contiguous().sizes(of_queries).data<const int32_t>();
-    std::tie(p.k_runs, p.num_k_runs) = runs_of(k_runs, op, "k_runs");
-    p.num_keys = INT32_MAX;
-    require(key_begin.has_value() == key_end.has_value() && key_begin.has_value() == positions.has_value(), op,
+    p.begin = op.dense<const int32_t>("begin", begin, ScalarType::Int, of_queries);
+    p.end = op.dense<const int32_t>("end", end, ScalarType::Int, of_queries);
+    std::tie(p.k_runs, p.num_k_runs) = runs_of(k_runs, op.name, "k_runs");
+    require(key_begin.has_value() == key_end.has_value() && key_begin.has_value() == positions.has_value(), op.name,
             "key_begin, key_end and positions need each other");
-    if (key_begin.has_value()) {
-        p.num_keys = Arg{op, "key_begin", *key_begin}.dim(2).x.size(1);
-        const auto of_keys = [&](const char *name, const Tensor &x) {
-            const Arg arg = {op, name, x};
-            return arg.on_cpu().dtype(ScalarType::Int).contiguous().sizes({p.mask_batch, p.num_keys}).data<int32_t>();
-        };
-        p.key_begin = of_keys("key_begin", *key_begin), p.key_end = of_keys("key_end", *key_end);
-        const Arg arg = {op, "positions", *positions};
-        p.positions = arg.on_cpu().dtype(ScalarType::Long).contiguous().sizes({p.num_queries}).data<const int64_t>();
-    }
-    require(max_pieces >= 0 && max_pieces <= INT32_MAX, op, "max_pieces is ", max_pieces, ", expected 0..2^31 - 1");
+    p.num_keys = key_begin.has_value() ? op.arg("key_begin", *key_begin).dim(2).x.size(1) : INT32_MAX;
+    p.key_begin = op.dense<const int32_t>("key_begin", key_begin, ScalarType::Int, {p.mask_batch, p.num_keys});
+    p.key_end = op.dense<const int32_t>("key_end", key_end, ScalarType::Int, {p.mask_batch, p.num_keys});
+    p.positions = op.dense<const int64_t>("positions", positions, ScalarType::Long, {p.num_queries});
+    require(max_pieces >= 0 && max_pieces <= INT32_MAX, op.name, "max_pieces is ", max_pieces,
+            ", expected 0..2^31 - 1");
     const Tensor bounds = on_host({p.num_queries, 2}, ScalarType::Int);
     const Tensor room = on_host({max_pieces, 6}, ScalarType::Long);
     static_assert(sizeof(rt_piece) == 6 * sizeof(int64_t), "a piece is one row of the tensor");
@@ -186,7 +174,7 @@ std::tuple<Tensor, Tensor> pieces(const Tensor &begin, const Tensor &end, const 
     const rt_status status = rt_pieces(&p, found, max_pieces, count);
     if (status == RT_CAPACITY || status == RT_BAD_POSITIONS)
         return {on_host({0, 6}, ScalarType::Long), on_host({0}, ScalarType::Long)};
-    check(status, op);
+    check(status, op.name);
     const int64_t total = std::accumulate(count, count + p.mask_batch, int64_t{0});
     Tensor result = on_host({total, 6}, ScalarType::Long);
     std::copy(found, found + total, static_cast<rt_piece *>(result.data_ptr()));
@@ -197,28 +185,23 @@ std::tuple<Tensor, Tensor> pieces(const Tensor &begin, const Tensor &end, const 
 // first, after int32: the smallest of them, and the largest plus 1.
 std::tuple<Tensor, Tensor, Tensor> mask_hulls(const Tensor &begin, const Tensor &end, const Tensor &key_begin,
                                               const Tensor &key_end, int64_t last) {
-    const char *op = "mask_hulls";
-    Arg{op, "begin", begin}.on_cpu().dtype(ScalarType::Int).dim(2).contiguous();
+    const Op op("mask_hulls");
+    op.arg("begin", begin).dim(2);
     const int64_t rows = begin.size(0), S = begin.size(1);
-    const std::pair<const char *, const Tensor *> others[] = {
-        {"end", &end}, {"key_begin", &key_begin}, {"key_end", &key_end}};
-    for (const auto &[name, x] : others)
-        Arg{op, name, *x}.on_cpu().dtype(ScalarType::Int).contiguous().sizes({rows, S});
-    Tensor counts = on_host({rows, S}, ScalarType::Long);
-    Tensor first = on_host({rows, S}, ScalarType::Int), after = on_host({rows, S}, ScalarType::Int);
-    std::vector<int32_t> scratch(static_cast<size_t>(rt_meetings_scratch_len(S, S)) + 1);
-    const auto row_of = [&](const char *name, const Tensor &x, int64_t row) {
-        return Arg{op, name, x}.data<const int32_t>() + row * S;
+    const auto data_of = [&](const char *name, const Tensor &x) {
+        return op.dense<const int32_t>(name, x, ScalarType::Int, {rows, S});
     };
-    for (int64_t row = 0; row < rows; ++row) {
-        rt_meetings_params p = {S, S, S, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, last};
-        p.x_begin = row_of("begin", begin, row), p.x_end = row_of("end", end, row);
-        p.y_begin = row_of("key_begin", key_begin, row), p.y_end = row_of("key_end", key_end, row);
-        check(rt_meetings(&p, static_cast<int64_t *>(counts.data_ptr()) + row * S,
-                          static_cast<int32_t *>(first.data_ptr()) + row * S,
-                          static_cast<int32_t *>(after.data_ptr()) + row * S, scratch.data()),
-              op);
-    }
+    rt_meetings_params p = {S, S, S, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, last};
+    p.x_begin = data_of("begin", begin), p.x_end = data_of("end", end);
+    p.y_begin = data_of("key_begin", key_begin), p.y_end = data_of("key_end", key_end);
+    const Tensor counts = on_host({rows, S}, ScalarType::Long);
+    const Tensor first = on_host({rows, S}, ScalarType::Int), after = on_host({rows, S}, ScalarType::Int);
+    std::vector<int32_t> scratch(static_cast<size_t>(rt_meetings_scratch_len(S, S)) + 1);
+    for (int64_t at = 0; at < rows * S; at += S, p.x_begin += S, p.x_end += S, p.y_begin += S, p.y_end += S)
+        check(rt_meetings(&p, static_cast<int64_t *>(counts.data_ptr()) + at,
+                          static_cast<int32_t *>(first.data_ptr()) + at, static_cast<int32_t *>(after.data_ptr()) + at,
+                          scratch.data()),
+              op.name);
     return {counts, first, after};
 }
 
