@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".c", ".h", ".cpp", ".cu", ".cuh"}
 CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folders
     "benchmarks": (15, 2510),
-    "csrc": (92, 9251),
+    "csrc": (90, 9248),
     "cuda": (46, 4707),
     "python/ringtile": (19, 2840),
     "python/ringtile/attn": (11, 2233),

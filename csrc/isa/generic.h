@@ -1,8 +1,0 @@
-// Any CPU: vectors of 16 bytes.
-#define RT_VECTOR_BYTES 16
-#if defined(__aarch64__) // 32 registers
-#define RT_PANEL_VECS 4
-#else
-#define RT_PANEL_VECS 2
-#endif
-#define RT_REAL_BITS 32
