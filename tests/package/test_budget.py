@@ -42,7 +42,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/planner": (4, 1114),
     "tests/recurrent": (8, 2027),
     "tests/sequence": (8, 1735),
-    "tests/stream": (5, 1237),
+    "tests/stream": (5, 1227),
     "tests/tiled": (9, 2292),
     "tests/tools": (2, 298),
     "tests/torch_cp": (14, 3404),

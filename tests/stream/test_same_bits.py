@@ -1,6 +1,5 @@
 """`reproducible: true`: what one process computes of a batch, any number of ranks computes bit for bit."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from pool import run_ranks
 from ringtile.config import Config
 from ringtile.hf.batch import active_batch
 from ringtile.hf.features import loss
+from test_stream_layers import cells
 from torch import Tensor, nn
 
 TOKENS, CHUNK = 100, 16  # padded to 112, 128 or 256 tokens
@@ -117,12 +117,9 @@ EVERY_RUN = {
     ("qwen3_next", "bfloat16", "packed", "zigzag", 2),
 }
 CHOICES = (FAMILIES, ("float32", "bfloat16"), ("padded", "packed"), ("contiguous", "zigzag"), (2, 4, 8))
-CASES = [
-    pytest.param(*case, marks=[] if case in EVERY_RUN else [pytest.mark.long]) for case in itertools.product(*CHOICES)
-]
 
 
-@pytest.mark.parametrize(("family", "dtype", "kind", "layout", "world"), CASES)
+@pytest.mark.parametrize(("family", "dtype", "kind", "layout", "world"), cells(EVERY_RUN, *CHOICES))
 def test_same_bits(family: str, dtype: str, kind: str, layout: str, world: int) -> None:
     expected = reference(family, dtype, kind)
     config = {"context_parallel_size": world, "layout": layout}

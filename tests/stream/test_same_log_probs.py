@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import re
 import sys
 from typing import Any
@@ -19,6 +18,7 @@ from hf_rollouts import make_rollouts
 from hf_training import make_trainer
 from pool import run_ranks
 from test_sequence_log_probs import ROWS, assert_equal, averaged, loss_of, one_process
+from test_stream_layers import cells
 from torch import Tensor
 from torch.nn import functional
 
@@ -87,13 +87,10 @@ def reference(family: str, dtype: str) -> list[Row]:
 
 
 SHORT = {("llama", "bfloat16", "zigzag", 2), ("mixtral", "float32", "contiguous", 4)}
-CASES = [
-    pytest.param(*case, marks=[] if case in SHORT else [pytest.mark.long])
-    for case in itertools.product(("llama", "mixtral"), ("float32", "bfloat16"), ("contiguous", "zigzag"), (1, 2, 4, 8))
-]
+CHOICES = (("llama", "mixtral"), ("float32", "bfloat16"), ("contiguous", "zigzag"), (1, 2, 4, 8))
 
 
-@pytest.mark.parametrize(("family", "dtype", "layout", "world"), CASES)
+@pytest.mark.parametrize(("family", "dtype", "layout", "world"), cells(SHORT, *CHOICES))
 def test_ratio_is_exactly_one(family: str, dtype: str, layout: str, world: int) -> None:
     expected = reference(family, dtype)
     for rank in run_ranks(world, ways, family, dtype, layout, timeout=200.0):
@@ -179,13 +176,10 @@ def step(kind: str, world: int, dtype: str) -> dict[str, list[Tensor]]:
 
 
 one_rank = functools.cache(functools.partial(step, world=1))
-STEPS = [
-    pytest.param(*case, marks=[] if case == ("GRPO", "bfloat16", 2) else [pytest.mark.long])
-    for case in itertools.product(("GRPO", "RLOO", "DPO"), ("float32", "bfloat16"), (2, 4))
-]
+STEPS = (("GRPO", "RLOO", "DPO"), ("float32", "bfloat16"), (2, 4))
 
 
-@pytest.mark.parametrize(("kind", "dtype", "world"), STEPS)
+@pytest.mark.parametrize(("kind", "dtype", "world"), cells({("GRPO", "bfloat16", 2)}, *STEPS))
 def test_trainers_begin_with_ratios_of_one(kind: str, dtype: str, world: int) -> None:
     expected = one_rank(kind, dtype=dtype)
     assert len(expected["new"]) == 2

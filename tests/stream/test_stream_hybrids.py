@@ -1,7 +1,6 @@
 """Streamed hybrids, whose recurrences go on from chunk to chunk, against the same layers whole, in float64."""
 
 import copy
-import itertools
 
 import pytest
 import ringtile
@@ -21,7 +20,7 @@ from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld
-from test_stream_layers import CHUNK, TOKENS, assert_equal, batch_of, no_float32, run
+from test_stream_layers import CHUNK, KINDS, TOKENS, assert_equal, batch_of, cells, no_float32, run
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,8 +28,8 @@ from tools.models.tiny_models import tiny_config, tiny_model
 
 __all__ = ["no_float32"]  # a fixture
 EVERY_RUN = ("qwen3_next", "jamba", "falcon_h1", "lfm2")
-OTHERS = ("bamba", "granitemoehybrid", "mamba2", "mamba", "falcon_mamba", "kimi_linear", "bailing_hybrid", "lara_mini")
-OTHERS += ("minimax", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "lfm2_moe", "zamba", "zamba2")
+FAMILIES = (*EVERY_RUN, "bamba", "granitemoehybrid", "mamba2", "mamba", "falcon_mamba", "kimi_linear", "bailing_hybrid")
+FAMILIES += ("lara_mini", "minimax", "olmo_hybrid", "qwen3_5_text", "qwen3_5_moe_text", "lfm2_moe", "zamba", "zamba2")
 
 
 def model_of(model_type: str) -> PreTrainedModel:
@@ -61,8 +60,11 @@ def run_on_one_rank(model: PreTrainedModel, kind: str, chunk: int = 0) -> dict[s
     return LoopbackWorld(1).run(rank)[0]
 
 
-@pytest.mark.parametrize("kind", ["plain", "left padding", "right padding", "packed"])
-@pytest.mark.parametrize("model_type", [*EVERY_RUN, *(pytest.param(x, marks=pytest.mark.long) for x in OTHERS)])
+SHORT_ALONE = {(name, "packed") for name in EVERY_RUN} | {("qwen3_next", "plain")}
+SHORT_ALONE |= {("qwen3_next", "left padding"), ("falcon_h1", "left padding"), ("jamba", "right padding")}
+
+
+@pytest.mark.parametrize(("model_type", "kind"), cells(SHORT_ALONE, FAMILIES, KINDS))
 def test_streamed_equals_whole(model_type: str, kind: str) -> None:
     model = model_of(model_type)
     expected = run_on_one_rank(model, kind)
@@ -102,13 +104,9 @@ def run_on_ranks(model: PreTrainedModel, kind: str, world: int, layout: str, sch
 
 SHORT = {("qwen3_next", "packed", 2), ("qwen3_next", "left padding", 3), ("bamba", "plain", 3), ("jamba", "packed", 2)}
 SHORT |= {("falcon_h1", "right padding", 2)}  # attends beside its recurrence
-CELLS = [
-    pytest.param(*cell, marks=[] if cell in SHORT else [pytest.mark.long])
-    for cell in itertools.product((*EVERY_RUN, *OTHERS), ("plain", "left padding", "right padding", "packed"), (2, 3))
-]
 
 
-@pytest.mark.parametrize(("model_type", "kind", "world"), CELLS)
+@pytest.mark.parametrize(("model_type", "kind", "world"), cells(SHORT, FAMILIES, KINDS, (2, 3)))
 def test_streamed_over_ranks_equals_whole(model_type: str, kind: str, world: int) -> None:
     layout, scheme = ("contiguous", "ring") if world == 2 else ("zigzag", "ulysses")
     model = model_of(model_type)
@@ -116,7 +114,7 @@ def test_streamed_over_ranks_equals_whole(model_type: str, kind: str, world: int
     assert_equal(found, run_on_ranks(model, kind, 1, "contiguous"))
 
 
-@pytest.mark.parametrize("chunk", [2, TOKENS, 50, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3))])
+@pytest.mark.parametrize("chunk", [2, 50, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 3, TOKENS))])
 def test_chunks_shorter_than_a_convolution_and_one_of_all_tokens(chunk: int) -> None:
     model = model_of("qwen3_next")
     assert_equal(run_on_one_rank(model, "packed", chunk), run_on_one_rank(model, "packed"))

@@ -32,7 +32,7 @@ CELLS = table(
     Cell("one rank, left padding", {"collator": Padded("left"), "family": "qwen3-sliding"}, ALONE, world=1, long=True),
     Cell("one rank, LoRA", {"lora": True}, ALONE, world=1, long=True),
     Cell("one rank, a balancing loss", {"family": "mixtral-balanced"}, ALONE, world=1, long=True),
-    Cell("one rank, on the host", {"evaluate": True}, ALONE | HOST, world=1),
+    Cell("one rank, on the host", {"evaluate": True}, ALONE | HOST, world=1, long=True),
     Cell("one rank, on the host, LoRA", {"lora": True, "collator": packed}, ALONE | HOST, world=1),
     Cell("one rank, a hybrid", {"family": "lfm2", "evaluate": True}, ALONE | HOST, world=1),
     Cell(
