@@ -16,7 +16,6 @@ from losses import (
     Counting,
     Drawing,
     HiddenStates,
-    LastThird,
     MeanPerBatch,
     OwnLoss,
     PositionalCall,
@@ -246,12 +245,11 @@ def bart() -> dict[str, Any]:
 # Squares have gradients of norm 12; at the usual learning rate of 0.3 each step would amplify rounding.
 SQUARED = {"trainer_arguments": {"compute_loss_func": squared}, "learning_rate": 0.01}
 LOSSES = [
-    Cell("a loss that no shard can compute", {"trainer_class": LastThird, **EVERY_NUMBER}),
+    Cell("a loss that no shard can compute", {"trainer_class": Drawing, **EVERY_NUMBER}),  # and that draws
     Cell("a term in compute_loss", {"trainer_class": ZLoss}),
     Cell("a loss that says that it is scaled", {"trainer_class": Scaled}, long=True),
     Cell("a loss that says that it is not scaled", {"trainer_class": Unscaled}),
     Cell("a loss of its own that says that it is not scaled", {"trainer_class": UnscaledLastThird}, long=True),
-    Cell("draws outside of the model", {"trainer_class": Drawing}),
     Cell("a model called with positional arguments", {"trainer_class": PositionalCall}),
     Cell("a mean of means", {"trainer_class": MeanPerBatch, "evaluate": True}),
     Cell("a loss function", SQUARED),

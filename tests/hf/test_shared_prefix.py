@@ -119,7 +119,7 @@ def cell(what: str, size: int = 2, long: bool = True, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("size", "options"),
     [
-        cell("grpo", long=False, **BRIEF | {"per_device_train_batch_size": 4}),
+        cell("grpo", long=False, **BRIEF | {"per_device_train_batch_size": 4, "max_steps": 2}),
         cell("grpo", 1, **OFTEN),
         cell("grpo", 3, loss_type="grpo", **OFTEN),
         cell("cispo with LoRA", lora=True, loss_type="cispo", **OFTEN),
