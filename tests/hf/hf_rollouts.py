@@ -12,14 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import datasets
-import ringtile
 import torch
 import torch.distributed as dist
 from counting import Alive
 from hf_engines import engine as engine_arguments
 from hf_engines import full_weights
 from hf_models import hybrid, tiny_model, tiny_tokenizer, with_lora
-from hf_training import PROOF, Run, enter_world
+from hf_training import Run, enabled, enter_world
 from transformers import Trainer
 
 from tools.models.tiny_images import LAST_WORD
@@ -193,38 +192,31 @@ def train_rollouts(
     """Run it on every rank."""
     with engine_arguments(engine) as arguments:
         trainer = make_rollouts(**{**arguments, **options})
-        if config is not None:
-            ringtile.enable(trainer, PROOF | config)
-        trainer.train(resume_from_checkpoint=resume)
-        run = Run(global_step=trainer.state.global_step, num_input_tokens=trainer.state.num_input_tokens_seen)
-        run.metrics = [without_times(entry) for entry in trainer.state.log_history]
-        run.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        run.logs = {
-            name: {k: list(v) for k, v in log.items()} if isinstance(log, dict) else list(log)
-            for name, log in trainer._logs.items()
-        }
-        run.weights = full_weights(trainer.model)
-        run.metrics.append(without_times(trainer.evaluate()))
-        if config is not None:
-            ringtile.restore(trainer)
+        with enabled(trainer, config):
+            trainer.train(resume_from_checkpoint=resume)
+            run = Run(global_step=trainer.state.global_step, num_input_tokens=trainer.state.num_input_tokens_seen)
+            run.metrics = [without_times(entry) for entry in trainer.state.log_history]
+            run.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            run.logs = {
+                name: {k: list(v) for k, v in log.items()} if isinstance(log, dict) else list(log)
+                for name, log in trainer._logs.items()
+            }
+            run.weights = full_weights(trainer.model)
+            run.metrics.append(without_times(trainer.evaluate()))
     return run
 
 
 def log_prob_bytes(config: dict[str, Any] | None, tokens: int) -> int:
     """The most bytes of tensors that GRPO's log-probs and entropies of a row, and their backward, made at one time."""
     trainer: Any = make_rollouts(per_device_train_batch_size=4)
-    if config is not None:
-        ringtile.enable(trainer, PROOF | config)
     ids = torch.randint(3, 96, (1, tokens), generator=torch.Generator().manual_seed(0))
     parts = {"prompt_ids": ids[:, :16], "completion_ids": ids[:, 16:]}
     masks = {name.replace("ids", "mask"): torch.ones_like(part) for name, part in parts.items()}
     batch = {**parts, **masks, "advantages": torch.ones(1), "num_items_in_batch": torch.tensor(tokens - 16)}
     model = trainer.accelerator.prepare_model(trainer.model)
     trainer.current_gradient_accumulation_steps = 1
-    with Alive(at_least=1024) as alive:
+    with enabled(trainer, config), Alive(at_least=1024) as alive:
         trainer.compute_loss(model, batch).backward()
-    if config is not None:
-        ringtile.restore(trainer)
     return alive.bytes_peak
 
 

@@ -23,6 +23,7 @@ from accelerate.utils import imports, memory
 from hf_engines import engine as engine_arguments
 from hf_engines import full_weights
 from hf_models import tiny_model, tiny_tokenizer, with_lora
+from pool import Pool
 from ringtile.config import Config
 from ringtile.hf.feature import Enabled
 from ringtile.hf.model import base_model
@@ -172,6 +173,12 @@ def enter_world() -> None:
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
 
 
+def run_new_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """As `pool.run_ranks`, on ranks that end with it."""
+    with contextlib.closing(Pool(world_size)) as pool:
+        return pool.run(function, *args)
+
+
 def make_trainer(
     family: str = "llama",
     *,
@@ -245,9 +252,11 @@ def enabled(trainer: Trainer, config: dict[str, Any] | None) -> Iterator[None]:
     if "group_of_one" in config:
         run = Enabled(trainer, trainer.model, base_model(trainer.model), Config.load(keys))
         patches = Patches.of(lambda new: setattr(_shard(run, new), "proof", None))
-    yield
-    patches.restore()
-    ringtile.restore(trainer)
+    try:
+        yield
+    finally:
+        patches.restore()
+        ringtile.restore(trainer)
 
 
 def train(config: dict[str, Any] | None, *, engine: str = "DDP", **options: Any) -> Run:

@@ -15,8 +15,8 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig
 from hf_engines import engine as engine_arguments
 from hf_engines import needs_deepspeed
 from hf_models import tiny_model
-from hf_training import assert_equal_training, make_trainer, train
-from pool import Pool, run_ranks
+from hf_training import assert_equal_training, make_trainer, run_new_ranks, train
+from pool import run_ranks
 from ringtile.hf import group
 from ringtile.hf.group import ContextParallelGroup
 
@@ -127,12 +127,8 @@ def _train_ulysses(config):
 def test_deepspeeds_own_sequence_parallelism_keeps_its_numbers():
     """Bit for bit with context parallelism enabled beside it; tiles work under it. Its group is made once a process."""
     needs_deepspeed()
-    runs = []
-    for config in (None, SIZE_TWO, {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 5}):
-        pool = Pool(2)
-        runs.append(pool.run(_train_ulysses, config)[0])
-        pool.close()
-    alone, beside, tiled = runs
+    configs = (None, SIZE_TWO, {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 5})
+    alone, beside, tiled = (run_new_ranks(2, _train_ulysses, config)[0] for config in configs)
     assert beside.losses == alone.losses
     assert all(torch.equal(beside.weights[name], weight) for name, weight in alone.weights.items())
     assert_equal_training(tiled, alone)

@@ -9,11 +9,11 @@ import pytest
 import ringtile
 import torch
 from hf_models import SIZES, tiny_model
-from hf_training import PROOF, TOLERANCE, make_pairs, make_trainer
+from hf_training import TOLERANCE, enabled, make_pairs, make_trainer
 from pool import run_ranks
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-CONFIG = PROOF | {"context_parallel_size": 2}
+CONFIG = {"context_parallel_size": 2}
 SFT, DPO, KTO, REWARD = (f"trl.{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward"))
 ORPO = "trl.experimental.orpo.ORPOTrainer"
 # Of each trainer: what its logs must hold, beside the loss, in training and evaluation.
@@ -96,17 +96,13 @@ def _trainer(name, model="llama", train_dataset=None, **options):
 def _log_of(config, name, options):
     """The log of a training of an epoch and an evaluation, and the metrics of a prediction."""
     trainer = _trainer(name, **options)
-    if config is not None:
-        ringtile.enable(trainer, config)
-    try:
+    with enabled(trainer, config):
         trainer.train()
         trainer.evaluate()
         entries = list(trainer.state.log_history)
         if trainer.compute_metrics is not None:
             entries.append(trainer.predict(trainer.eval_dataset).metrics)
-        return [_without_time(entry) for entry in entries]
-    finally:
-        ringtile.restore(trainer)
+    return [_without_time(entry) for entry in entries]
 
 
 def _without_time(entry):
@@ -159,12 +155,8 @@ def _evaluate_with_precomputed(config, name, folder):
     """On rows that the Trainer meets after it was enabled, and hands to its reference model first. From disk, where the
     ranks find the result of that."""
     trainer = _trainer(name, precompute_ref_log_probs=True, train_dataset=datasets.load_from_disk(folder))
-    if config is not None:
-        ringtile.enable(trainer, config)
-    try:
+    with enabled(trainer, config):
         return _without_time(trainer.evaluate(datasets.load_from_disk(folder)))
-    finally:
-        ringtile.restore(trainer)
 
 
 @pytest.mark.parametrize("name", [DPO, pytest.param(KTO, marks=pytest.mark.long)])
@@ -182,13 +174,9 @@ def _losses_without_a_word(config):
     trainer = _trainer("transformers.Trainer")
     word = torch.tensor([50])
     trainer.model.lm_head.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, word, -math.inf))
-    if config is not None:
-        ringtile.enable(trainer, config)
-    try:
+    with enabled(trainer, config):
         trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    finally:
-        ringtile.restore(trainer)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def test_infinite_loss_is_left_out_as_in_one_process():
@@ -200,12 +188,9 @@ def test_infinite_loss_is_left_out_as_in_one_process():
 
 def _gather_objects(config):
     trainer = _trainer("transformers.Trainer")
-    ringtile.enable(trainer, config)
-    try:
-        with pytest.raises(ringtile.RefusedError, match="gather_for_metrics of objects, of a list; expected tensors"):
-            trainer.accelerator.gather_for_metrics(["a row"])
-    finally:
-        ringtile.restore(trainer)
+    refused = pytest.raises(ringtile.RefusedError, match="gather_for_metrics of objects, of a list; expected tensors")
+    with enabled(trainer, config), refused:
+        trainer.accelerator.gather_for_metrics(["a row"])
 
 
 def test_gathered_objects_are_refused():
@@ -216,9 +201,7 @@ def _own_evaluation(config):
     """The first word of each evaluation row, by a loop of the user's own; and a dict that evaluate() has returned, to
     which others' speeds are added."""
     trainer = _trainer("transformers.Trainer")
-    if config is not None:
-        ringtile.enable(trainer, config)
-    try:
+    with enabled(trainer, config):
         words = [
             word
             for batch in trainer.get_eval_dataloader()
@@ -226,8 +209,6 @@ def _own_evaluation(config):
         ]
         metrics = trainer.evaluate()
         metrics.update({"eval_steps_per_second": 100.0, "bench/decode_steps_per_second": 100.0})
-    finally:
-        ringtile.restore(trainer)
     return words, [metrics[name] for name in ("eval_steps_per_second", "bench/decode_steps_per_second")]
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from faults.counts import Counts
 from faults.training_kills import PHASES, Trial, run
-from hf_training import PROOF, make_trainer
-from pool import Pool, run_ranks
+from hf_training import PROOF, make_trainer, run_new_ranks
+from pool import run_ranks
 from ringtile import MetricsCallback, PeerLostError, RingMismatchError, enable, restore
 from ringtile.hf import peers as hf_peers
 from ringtile.hf.group import ContextParallelGroup
@@ -87,12 +87,8 @@ def _errors_of_others():
 
 
 def test_other_errors_stay_what_they_are():
-    pool = Pool(2)
-    try:
-        for said in pool.run(_errors_of_others):
-            assert said == ["the sizes of a and b differ", "[gloo/transport/tcp/pair.cc:1] Timed out"]
-    finally:
-        pool.close()
+    for said in run_new_ranks(2, _errors_of_others):
+        assert said == ["the sizes of a and b differ", "[gloo/transport/tcp/pair.cc:1] Timed out"]
 
 
 def _one_rank_stays():
@@ -114,12 +110,7 @@ def _one_rank_stays():
 
 
 def test_no_rank_waits_for_one_that_has_raised_and_stays():
-    pool = Pool(2)
-    try:
-        said = pool.run(_one_rank_stays)
-    finally:
-        pool.close()
-    assert said == [
+    assert run_new_ranks(2, _one_rank_stays) == [
         "rank 1 was lost in train() of rank 0: ValueError: of rank 1; see rank 1's log for the cause",
         "stayed",
     ]
@@ -153,11 +144,7 @@ def _two_groups():
 
 
 def test_ranks_of_another_sequence_hear_whom_it_has_lost():
-    pool = Pool(4)
-    try:
-        said = pool.run(_two_groups)
-    finally:
-        pool.close()
+    said = run_new_ranks(4, _two_groups)
     for rank in range(3):
         assert said[rank].startswith(f"rank 3 was lost in train() of rank {rank}: ValueError: of rank 3"), said
 
@@ -173,11 +160,7 @@ def _failures_in_turn():
 
 
 def test_a_second_failure_is_not_taken_for_the_first():
-    pool = Pool(3)
-    try:
-        assert pool.run(_failures_in_turn) == [["rank 1", "rank 2"], ["it", "rank 2"], ["rank 1", "it"]]
-    finally:
-        pool.close()
+    assert run_new_ranks(3, _failures_in_turn) == [["rank 1", "rank 2"], ["it", "rank 2"], ["rank 1", "it"]]
 
 
 def _other_calls():
@@ -216,11 +199,7 @@ def _one_rank_does_not_come(name):
 
 @pytest.mark.parametrize("name", ["evaluate", pytest.param("predict", marks=pytest.mark.long)])
 def test_a_rank_that_does_not_come_is_named_after_ddp_timeout(name):
-    pool = Pool(2)
-    try:
-        said = pool.run(_one_rank_does_not_come, name)[0]
-    finally:
-        pool.close()
+    said, _ = run_new_ranks(2, _one_rank_does_not_come, name)
     header = "the header of call 1 (evaluation_loop() of the Trainer) of rank 0"
     assert said.startswith(f"rank 1 was lost in {header}: nothing came")
 

@@ -8,16 +8,15 @@ from pathlib import Path
 import datasets
 import numpy
 import pytest
-import ringtile
 import torch
 from hf_engines import engine as engine_arguments
 from hf_models import tiny_model, with_lora
-from hf_training import PROOF, TOLERANCE, Run, Stream, assert_equal_training, make_rows, make_trainer, packed, train
+from hf_training import TOLERANCE, Run, Stream, assert_equal_training, enabled, make_rows, make_trainer, packed, train
 from pool import Pool, run_ranks
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
 
-CONFIG = PROOF | {"context_parallel_size": 2}
+CONFIG = {"context_parallel_size": 2}
 TILED = {**CONFIG, "tiled_mlp": True, "tiled_loss": True, "tile_tokens": 5}
 
 
@@ -103,12 +102,9 @@ def _accuracy(prediction):
 def _metrics(config):
     """(metrics of evaluate, metrics of predict, logits of predict without labels)"""
     trainer = make_trainer(trainer_arguments={"compute_metrics": _accuracy})
-    if config is not None:
-        ringtile.enable(trainer, config)
-    evaluated, predicted = trainer.evaluate(), trainer.predict(trainer.eval_dataset)
-    unlabeled = trainer.predict([{"input_ids": row["input_ids"]} for row in trainer.eval_dataset]).predictions
-    if config is not None:
-        ringtile.restore(trainer)
+    with enabled(trainer, config):
+        evaluated, predicted = trainer.evaluate(), trainer.predict(trainer.eval_dataset)
+        unlabeled = trainer.predict([{"input_ids": row["input_ids"]} for row in trainer.eval_dataset]).predictions
     return evaluated, predicted.metrics, unlabeled
 
 
@@ -138,12 +134,9 @@ def _stop_early(config, folder):
         trainer_arguments={"callbacks": [EarlyStoppingCallback(2)]},
         **EARLY,
     )
-    if config is not None:
-        ringtile.enable(trainer, config)
-    trainer.train()
-    loss, best = trainer.evaluate()["eval_loss"], trainer.state.best_metric
-    if config is not None:
-        ringtile.restore(trainer)
+    with enabled(trainer, config):
+        trainer.train()
+        loss, best = trainer.evaluate()["eval_loss"], trainer.state.best_metric
     return trainer.state.global_step, loss, best
 
 
@@ -239,10 +232,9 @@ def test_resume_at_another_world_size_is_the_uninterrupted_run(saved, resumed, t
 def _save(folder):
     with engine_arguments("DDP") as arguments:
         trainer = make_trainer(max_steps=1, **arguments)
-        ringtile.enable(trainer, CONFIG)
-        trainer.train()
-        trainer.save_model(folder)
-        ringtile.restore(trainer)
+        with enabled(trainer, CONFIG):
+            trainer.train()
+            trainer.save_model(folder)
     return {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}
 
 

@@ -1,6 +1,5 @@
 """What a Trainer's parts see of context parallelism, beside the trainings of test_hf_exact.py."""
 
-import logging
 import re
 import sys
 from typing import Any
@@ -94,16 +93,9 @@ def test_a_group_counts_as_one_process_inside_a_step():
 
 def _warnings_of(rope: dict[str, Any], family: str = "llama") -> list[str]:
     """What two steps on rows of up to 40 tokens warn of, with a model made for 16."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ringtile").addHandler(handler)
-    try:
-        model = tiny_model(family, max_position_embeddings=16, rope_parameters=rope).train()
-        train({"context_parallel_size": 2}, model=model, max_steps=2, evaluate=False)
-    finally:
-        logging.getLogger("ringtile").removeHandler(handler)
-    return [line for line in lines if "max_position_embeddings" in line]
+    model = tiny_model(family, max_position_embeddings=16, rope_parameters=rope).train()
+    run = train(CONFIG, model=model, max_steps=2, evaluate=False)
+    return [line for line in run.said if "max_position_embeddings" in line]
 
 
 def test_warns_once_of_positions_beyond_those_of_an_unscaled_model() -> None:

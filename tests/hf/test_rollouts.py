@@ -11,8 +11,8 @@ import ringtile
 import torch
 import torch.distributed as dist
 from hf_rollouts import make_rollouts, train_rollouts
-from hf_training import TOLERANCE, Run
-from pool import Pool, run_ranks
+from hf_training import TOLERANCE, Run, run_new_ranks
+from pool import run_ranks
 from ringtile.random_states import random_digest
 
 # Old log-probs, from the second update on; clipping; a reference model; fewer tokens than there are; truncated ones.
@@ -151,11 +151,7 @@ def error_of_rewards(name: str) -> str:
 
 
 def test_a_reward_function_with_a_collective_is_named_in_time() -> None:
-    pool = Pool(2)
-    try:
-        first, second = pool.run(error_of_rewards, "gathering_reward")
-    finally:
-        pool.close()
+    first, second = run_new_ranks(2, error_of_rewards, "gathering_reward")
     assert first.startswith("PeerLostError: rank 1 was lost in ")
     assert second.startswith("PeerLostError: rank 0 was lost in ")
     for said in (first, second):
@@ -163,11 +159,7 @@ def test_a_reward_function_with_a_collective_is_named_in_time() -> None:
 
 
 def test_a_reward_function_that_fails_is_heard_by_the_ranks_that_do_not_call_it() -> None:
-    pool = Pool(2)
-    try:
-        first, second = pool.run(error_of_rewards, "failing_reward")
-    finally:
-        pool.close()
+    first, second = run_new_ranks(2, error_of_rewards, "failing_reward")
     assert first == "ValueError: no reward"
     assert second.startswith("RingMismatchError: ")
     assert "no reward" in second
