@@ -274,7 +274,7 @@ def scan_with_victim(direction: str) -> str:
     return "nothing happened"
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("direction", [pytest.param("forward", marks=pytest.mark.long), "backward"])
 def test_a_killed_rank_is_named(direction: str) -> None:
     with contextlib.closing(Pool(3)) as pool:
         outcomes = pool.outcomes(scan_with_victim, direction)
