@@ -151,7 +151,7 @@ MUTANTS = [
     Mutant(
         "first batch: gradients that reach a token of several rows are not added",
         "python/ringtile/first_batch/trace.py",
-        "found[event] = of_tree.index_add_(0, rows.flatten(), gradient.flatten(0, 1))[rows]",
+        "found[event] = of_tree.index_put_((rows,), gradient, accumulate=True)[rows]",
         "found[event] = gradient",
         "tests/hf/test_shared_prefix.py -k first_batch_proves_the_tree",
     ),

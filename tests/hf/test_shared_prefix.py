@@ -67,7 +67,7 @@ def test_a_tree_holds_each_beginning_once(seed: int) -> None:
     of_rows = [places[row_held].tolist() for places, row_held in zip(shared.places, held, strict=True)]
     for path, places in zip(paths, of_rows, strict=True):
         assert [tuple(tokens[place].tolist()) for place in places] == path
-    assert (shared.places[~held] == num_tokens).all()
+    assert (shared.places[~held] == -1).all()
     for window in (None, 1, 3):
         attends = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
         for places in of_rows:

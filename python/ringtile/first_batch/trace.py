@@ -90,7 +90,7 @@ class ModelCall:
         for event, gradient in gradients.items():
             rows = self.rows.to(gradient.device)
             of_tree = gradient.new_zeros(self.seq_len + 1, NUM_SIGNS)
-            found[event] = of_tree.index_add_(0, rows.flatten(), gradient.flatten(0, 1))[rows]
+            found[event] = of_tree.index_put_((rows,), gradient, accumulate=True)[rows]
         return found
 
 

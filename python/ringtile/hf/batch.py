@@ -3,7 +3,7 @@
 The batch that is inside a model is the active one of its thread. Whatever mixes or counts tokens asks for it by
 `active_batch`; a checkpointed layer, which runs again in the backward, maybe in another thread, brings its own along.
 
-Shape letters: B batch, S global tokens, P padded global tokens, N local tokens.
+Shape letters: B batch, S global tokens, P padded global tokens, N local tokens; T tokens of a tree of rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,37 @@ from ringtile.errors import RefusedError
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.layers import LayerMask
 from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.rounds import to_device
 from ringtile.sequence.sharded import ShardedSequence
 
-if TYPE_CHECKING:
-    from ringtile.hf.features.trees import SharedRows
+
+@dataclass(eq=False)
+class SharedRows:
+    """Rows that one row holds as a tree (features/trees.py)."""
+
+    places: Tensor  # int64 (B, S): of each token of the rows, in the tree; -1: padding
+    parents: list[int] = field(default_factory=list)  # of each node, as IntervalMask.tree takes them
+    lengths: list[int] = field(default_factory=list)
+
+    @functools.cached_property
+    def num_rows(self) -> Tensor:
+        """int64 (1, T): of how many rows each token is."""
+        return torch.bincount(self.places[self.places >= 0], minlength=self.num_tokens)[None]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def mask(self) -> IntervalMask:
+        if max(self.parents, default=-1) < 0:
+            return IntervalMask.documents(self.lengths)
+        return IntervalMask.tree(self.parents, self.lengths)
+
+    def unshared(self, of_tree: Tensor) -> Tensor:
+        """(1, T, ...) -> (B, S, ...); 0 for padding. Differentiable: gradients of a token of several rows add up."""
+        padding = of_tree.new_zeros(1, *of_tree.shape[2:])  # the last one, -1
+        return torch.cat([of_tree[0], padding])[to_device(self.places, of_tree.device)]
 
 
 @dataclass(eq=False)

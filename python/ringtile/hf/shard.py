@@ -22,8 +22,8 @@ from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, MaskNotExpressibleError, RefusedError
 from ringtile.first_batch.trace import ModelCall, running_trace, runs_whole
 from ringtile.hf.attention import attends_whole
-from ringtile.hf.batch import ShardedBatch, main_input
-from ringtile.hf.features.trees import SharedRows, share, unfold
+from ringtile.hf.batch import ShardedBatch, SharedRows, main_input
+from ringtile.hf.features.trees import share, unfold
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, PADDING, REFUSED, is_scalar, key_of_tree
 from ringtile.hf.layers import layer_masks, mixers

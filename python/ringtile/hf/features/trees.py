@@ -8,10 +8,8 @@ Shape letters: B rows, S tokens of a row, T tokens of the tree.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,48 +18,14 @@ from torch.nn import functional
 
 from ringtile.errors import InputError, RefusedError
 from ringtile.hf import trainers
+from ringtile.hf.batch import SharedRows
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.keys import IGNORE_INDEX, SEGMENTS, TREE, key_of_tree
 from ringtile.hf.model import attends_causally, dropping, shifts_labels
-from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.rounds import to_device
 from ringtile.sequence.tree import nodes, tree_position_ids
 
 _TILE_KEYS = 128  # as in csrc/attn/query_tile.h
 _SHARED = ("input_ids", "attention_mask", "position_ids", "labels")
-
-
-@dataclass(eq=False)
-class SharedRows:
-    """Where each token of the rows is in the tree, and how many rows a token of the tree is of."""
-
-    places: Tensor  # int64 (B, S): the token of the tree; -1, and T once finished: padding
-    parents: list[int] = field(default_factory=list)  # of each node, as IntervalMask.tree takes them
-    lengths: list[int] = field(default_factory=list)
-
-    @functools.cached_property
-    def num_rows(self) -> Tensor:
-        """int64 (1, T): of how many rows each token is."""
-        return torch.bincount(self.places.flatten(), minlength=self.num_tokens + 1)[None, : self.num_tokens]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
-
-    def finish(self) -> None:
-        """After the last node."""
-        self.places[self.places < 0] = self.num_tokens
-
-    @property
-    def mask(self) -> IntervalMask:
-        if max(self.parents, default=-1) < 0:
-            return IntervalMask.documents(self.lengths)
-        return IntervalMask.tree(self.parents, self.lengths)
-
-    def unshared(self, of_tree: Tensor) -> Tensor:
-        """(1, T, ...) -> (B, S, ...); 0 for padding. Differentiable: gradients of a token of several rows add up."""
-        padding = of_tree.new_zeros(1, *of_tree.shape[2:])
-        return torch.cat([of_tree[0], padding])[to_device(self.places, of_tree.device)]
 
 
 def in_chunks(held: Tensor, chunk_tokens: int) -> tuple[Tensor, SharedRows]:
@@ -76,7 +40,7 @@ def in_chunks(held: Tensor, chunk_tokens: int) -> tuple[Tensor, SharedRows]:
     if not lengths.any():
         lengths[0] = multiple
     num_tokens, firsts = int(lengths.sum()), lengths.cumsum(0) - lengths
-    places = torch.where(held, firsts[:, None] + held.long().cumsum(1) - 1, num_tokens)
+    places = torch.where(held, firsts[:, None] + held.long().cumsum(1) - 1, -1)
     taken = torch.full((num_tokens,), -1, device="cpu")
     taken[places[held]] = held.flatten().nonzero()[:, 0]
     return taken, SharedRows(places, [-1] * len(lengths), lengths.tolist())
@@ -130,7 +94,6 @@ def share(
         shared, found = SharedRows(places=torch.full((num_rows, seq_len), -1)), list[Tensor]()
         _grow(shared, rows, list(range(num_rows)), 0, -1, firsts, found)
         taken = torch.cat(found) if found else keys[:0, 0]
-        shared.finish()
     batch = {name: value for name, value in inputs.items() if name not in ("labels", "attention_mask", *columns)}
     return batch | {
         name: column[None].to(device=ids.device, dtype=columns[name].dtype)
@@ -212,7 +175,6 @@ def unfold(inputs: Mapping[str, Any], position_ids: Tensor | None) -> tuple[dict
         followers += [*way[1:], -1][: len(found)]
         shared.parents.append(parent)
         shared.lengths.append(len(found))
-    shared.finish()
     index = torch.tensor(taken, device=ids.device)
     if position_ids is None:
         position_ids = tree_position_ids(parents, lengths).to(ids.device)
