@@ -108,8 +108,8 @@ class ShardedBatch:
 
 def main_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """What a model is called with: token ids (B, S), or embeddings (B, S, E)."""
-    main = kwargs.get("input_ids", kwargs.get("inputs_embeds", args[0] if args else None))
-    return main if isinstance(main, Tensor) else None
+    given = kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]
+    return next((x for x in given if isinstance(x, Tensor)), None)
 
 
 # ---- the active batch ---------------------------------------------------------------------------

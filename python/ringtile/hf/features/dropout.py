@@ -26,7 +26,7 @@ from ringtile import ops
 from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
 from ringtile.hf import attention
-from ringtile.hf.batch import CHECKPOINTING, active_batch
+from ringtile.hf.batch import CHECKPOINTING, active_batch, main_input
 from ringtile.hf.feature import HOOKS
 from ringtile.hf.model import drops_attention, text_modules
 from ringtile.hf.patches import Patches
@@ -143,9 +143,8 @@ class CountedDropout(TrainerCallback):
             self._graphs = []  # the backward that follows is of other code, and so was the forward
             return
         batch = active_batch()
-        main = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-        main = args[0] if main is None and args else main
-        if not module.training or not isinstance(main, Tensor) or main.dim() < 2:
+        main = main_input(args, kwargs)
+        if not module.training or main is None or main.dim() < 2:
             return
         num_rows, num_tokens = main.shape[:2]
         first = self._num_rows * self._data_size + self._data_index * num_rows
