@@ -26,9 +26,9 @@ from pool import TRAINERS, start_server  # noqa: E402
 def parts() -> list[list[str]]:
     """What pytest is given for each part: equally long, and more than two cores, since ranks often wait."""
     trainings = sorted(TESTS.glob("hf/test_*.py"))
-    middle = len(trainings) * 3 // 5
+    middle = len(trainings) // 2
     hf = [*trainings[:middle], TESTS / "torch_cp"]
-    of_layers = ("cli", "package", "recurrent", "sequence", "transport")
+    of_layers = ("cli", "recurrent", "sequence", "transport")
     layers = [*trainings[middle:], *(TESTS / name for name in of_layers)]
     others = {path.parent for path in TESTS.rglob("test_*.py")} - {TESTS / "hf", *hf, *layers}
     return [[str(path) for path in part] for part in (hf, layers, sorted(others))]
