@@ -128,6 +128,7 @@ _CHECKPOINTS = frozenset({"_gradient_checkpointing_func", "checkpoint_fn"})
 class _Inside(threading.local):
     batch: ShardedBatch | None = None
     kept: bool = False  # by a checkpoint, whose layer runs here again
+    run: LayerRun | None = None
 
 
 _inside = _Inside()
@@ -215,8 +216,24 @@ class _Kept(functools.partial[Any]):
     inside: Callable[[], AbstractContextManager[None]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.inside():
-            return super().__call__(*args, **kwargs)
+        before, _inside.run = _inside.run, LayerRun(self.args[0] if self.args else self.func)
+        try:
+            with self.inside():
+                return super().__call__(*args, **kwargs)
+        finally:
+            _inside.run = before
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRun:
+    """One run of a checkpointed layer: the first one, or one in the backward, where transformers calls no hooks."""
+
+    layer: object
+
+
+def layer_run() -> LayerRun | None:
+    """Return the run that this is inside; None: no layer is checkpointed."""
+    return _inside.run
 
 
 def as_now() -> Callable[[], AbstractContextManager[None]]:

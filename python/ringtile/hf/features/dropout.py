@@ -26,7 +26,7 @@ from ringtile import ops
 from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
 from ringtile.hf import attention
-from ringtile.hf.batch import CHECKPOINTING, active_batch, main_input
+from ringtile.hf.batch import CHECKPOINTING, LayerRun, active_batch, layer_run, main_input
 from ringtile.hf.feature import HOOKS
 from ringtile.hf.model import drops_attention, text_modules
 from ringtile.hf.patches import Patches
@@ -42,6 +42,7 @@ class _Calls:
     """How often each dropout was called since a layer, or the model, was entered."""
 
     recomputed: bool  # entered inside a backward
+    run: LayerRun | None = None  # in which it was entered, if that called no hook
     of: dict[str, int] = field(default_factory=dict)
 
 
@@ -263,6 +264,9 @@ def _call_number(name: str, layer: nn.Module | None, tokens: _Tokens, recomputes
     """How often this module was called before, since its layer was entered, or its tile: the same when recomputed."""
     tile = running_tile()
     region = tokens.outside if layer is None or layer not in tokens.inside else tokens.inside[layer]
+    run = layer_run() if recomputes else None
+    if layer is not None and run is not None and run.layer is layer and run is not region.run:
+        region = tokens.inside[layer] = _Calls(recomputed=True, run=run)
     calls = region.of if tile is None else tile.calls
     call = calls.get(name, 0)
     calls[name] = call + 1
