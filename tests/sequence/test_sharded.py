@@ -21,7 +21,7 @@ from ringtile import (
     ops,
     ring_attention,
 )
-from ringtile.attn.op import attend as attend_through_op
+from ringtile.attn.attention import attend_through_op
 from ringtile.sequence import sharded
 from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor

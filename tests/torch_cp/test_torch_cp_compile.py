@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from pool import run_ranks
 from ringtile import ContextParallel, IntervalMask, Layout, LoopbackWorld, context_parallel, ring_attention
-from ringtile.attn.op import SequenceTensors, attend
+from ringtile.attn.attention import SequenceTensors, attend_through_op
 from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -92,7 +92,7 @@ def qkv() -> list[Tensor]:
 
 
 def ring_of_one(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, layout: Tensor) -> Tensor:
-    return attend(q, k, v, SequenceTensors(begin, end, layout), 0.5)[0]
+    return attend_through_op(q, k, v, SequenceTensors(begin, end, layout), 0.5)[0]
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments
-from ringtile.attn.attention import is_plain, ring_attention
-from ringtile.attn.op import SequenceTensors, attend
+from ringtile.attn.attention import SequenceTensors, attend_through_op, is_plain, ring_attention
 from ringtile.derivatives import check_once
 from ringtile.errors import RefusedError, RingtileError
 from ringtile.ops import state_dtype
@@ -97,7 +96,7 @@ class AttentionScope:
             # A graph would keep the sequence that it was traced with; the op looks it up on every run.
             begin, end, layout = sequence_of(q, self.layout_name, q.size(1), is_causal, self.group_name)
             scale = q.size(-1) ** -0.5 if scale is None else scale
-            out, lse = attend(q, k, v, SequenceTensors(begin, end, layout, self.group_name), scale)
+            out, lse = attend_through_op(q, k, v, SequenceTensors(begin, end, layout, self.group_name), scale)
             return (out, lse.to(state_dtype(q.dtype))) if return_lse else out
         if sequence is None:
             sequence = sequence_in_force(self.group_name, self.layout_name, q.size(1))
