@@ -65,7 +65,7 @@ def _compiled(config, backend):
 
 DDPS = ("DistributedDataParallel", "(Reducer)", "(Logger)")  # breaks of its own
 # Loops of Python over tiles; before the loss's, a ContextVar is asked how long they may be.
-TILES = ("_TiledMlp.__call__", "_head_forward", "ContextVar", "tiled_linear_cross_entropy")
+TILES = ("_TiledMlp.__call__", "_head_forward", "ContextVar", "tiled_outputs")
 
 
 @pytest.mark.timeout(600)

@@ -173,6 +173,9 @@ PROMISED = (
 WORLDS = {"2": (2, 2), "3": (3, 3), "4": (4, 4), "2 x 2": (4, 2)}  # ranks, and those that share a sequence
 # In transformers 5.24, position ids that start again move the images in its sliding masks, which is refused.
 MOVED = ("gemma3",) * CHUNKS_FOLLOW_POSITIONS
+# DDP that looks for unused parameters cannot build the outputs of this model again, in transformers 5.24 by itself too;
+# and must, where a batch of one of several groups has no image.
+UNFLATTENED = {"qwen3_vl_moe": {"ddp_find_unused_parameters": False}}
 PACKINGS = {"2": "by positions", "3": "named", "4": "by positions", "2 x 2": "named"}
 
 
@@ -182,7 +185,7 @@ def promised(name: str, ranks: str, packing: str) -> Cell:
     alone = functools.partial(made, name, dtype=torch.float64)
     return Cell(
         f"{name}, 5 steps, {ranks} ranks, {packing or 'padded'}",
-        STEPS | STEEP.get(name, {}) | {"max_steps": 5},
+        STEPS | STEEP.get(name, {}) | UNFLATTENED.get(name, {}) | {"max_steps": 5},
         {"context_parallel_size": size},
         made=functools.partial(made, name, packing, torch.float64),
         made_alone=alone if packing else None,
@@ -197,6 +200,7 @@ ALL = [
     promised(name, ranks, packing)
     for name, ranks in itertools.product(PROMISED, WORLDS)
     for packing in ("", "named" if name in MOVED else PACKINGS[ranks])
+    if not (name in UNFLATTENED and ranks == "2 x 2")
 ]
 
 CELLS = table(*MODELS, *WAYS, *LORA, *ALL)
