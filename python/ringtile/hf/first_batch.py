@@ -226,11 +226,11 @@ def cut_batch(inputs: Mapping[str, Any], row_tokens: int, *, at_targets: bool = 
     Tensors (B, S, ...) lose tokens, the same ones where their S is the same. Lengths of packed documents are counted
     anew. All else stays.
     """
-    cut, positions = dict(inputs), inputs.get("position_ids")
-    has_rows = False
-    if isinstance(positions, Tensor) and positions.dim() == 3:  # (3 or 4, B, S), of M-RoPE
-        cut["position_ids"], has_rows = positions.permute(1, 2, 0), True
-    inputs = dict(cut)
+    positions: Any = inputs.get("position_ids")
+    has_rows = isinstance(positions, Tensor) and positions.dim() == 3  # (3 or 4, B, S), of M-RoPE
+    if has_rows:
+        inputs = {**inputs, "position_ids": positions.permute(1, 2, 0)}
+    cut = dict(inputs)
     sizes: dict[int, list[str]] = {}
     for name, value in inputs.items():
         if isinstance(value, Tensor) and value.dim() >= 2:
