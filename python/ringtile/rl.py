@@ -216,8 +216,8 @@ class _Rows(NamedTuple):
             completion_mask=completion_mask,
             position_ids=position_ids,
         )
-        document = torch.ones(shape, dtype=torch.int64, device="cpu")
-        document = document if attention_mask is None else attention_mask.cpu().long()
+        document = torch.ones(shape, device="cpu") if attention_mask is None else attention_mask.cpu()
+        document = document.long()
         mask = IntervalMask.causal(shape[1])
         if bool((document != 1).any()):
             mask = mask & IntervalMask.from_padding(document)
