@@ -312,7 +312,7 @@ def _ring_attention_backward(
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> AttentionCall:
-    """Return the call that `attend` wrote down in numbers and tensors."""
+    """Return the call that `attend_through_op` wrote down in numbers and tensors."""
     begin, end, layout, sinks, rows, (scale, softcap, probability), counters, group_name, kernel, scheme = given
     sequence = ShardedSequence.of_tensors(begin, end, layout, group_name, scheme)
     dropout = None if rows is None else AttentionDropout(probability, rows, *counters)
