@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace) -> Outcome:
 
     device = "cuda" if any(getattr(c.workload, "device", "") == "cuda" for c in comparisons) else "cpu"
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("ringtile").setLevel(logging.INFO)  # whom "auto" has chosen, with the times of all
+    logging.getLogger("ringtile").setLevel(logging.INFO)  # whom "auto" has chosen
     copied = copy_bytes_per_s(args.repeats, device)
     report: dict[str, Any] = {"machine": machine(device) | {"copy_bytes_per_s": copied}, "rows": []}
     skipped: list[str] = []

@@ -2,7 +2,7 @@
 
 The rule is transformers' own: with an `attention_mask` (B, S), position ids do not separate documents; without one, a
 document starts wherever `position_ids` do not continue by one, if the model looks at them
-(`packing.positions_separate`). `cu_seq_lens_*`, `seq_idx` and document ids in the attention mask always separate
+(`reading.positions_separate`). `cu_seq_lens_*`, `seq_idx` and document ids in the attention mask always separate
 documents; each of them narrows the mask.
 
 Shape letters: B batch, S global tokens.
