@@ -54,8 +54,12 @@ class Noticing:
         self._buffers = buffers
         self.made_positions: ShardedBuffer | None = None  # those of a model that got whole inputs
         self._scores: set[int] = set()  # numbers of elements of products that may be scores
-        self._counts = WeakTensorKeyDictionary()  # tensors that count a shard's tokens from 0
         self._windows: dict[tuple[ShardedSequence, int], bool] = {}  # whether the sequence's mask is as narrow
+
+    @functools.cached_property
+    def _counts(self) -> WeakTensorKeyDictionary:
+        """Tensors that count a shard's tokens from 0. Made in eager calls: torch.compile cannot trace its making."""
+        return WeakTensorKeyDictionary()
 
     @functools.cached_property
     def _world_size(self) -> int:
@@ -260,9 +264,8 @@ class Noticing:
 
     def _buffer_of(self, x: Any) -> ShardedBuffer | None:
         """The buffer whose shard x is, or a view of it from its beginning."""
-        made = [self.made_positions] if self.made_positions is not None else []
-        is_of = [b for b in (*self._buffers, *made) if isinstance(x, Tensor) and b.local.data_ptr() == x.data_ptr()]
-        return is_of[0] if is_of else None
+        buffers = (*self._buffers, self.made_positions) if isinstance(x, Tensor) else ()
+        return next((each for each in buffers if each is not None and each.local.data_ptr() == x.data_ptr()), None)
 
     def _told(self, error: RefusedError | InputError) -> RefusedError | InputError:
         return self._scope.told(error)
