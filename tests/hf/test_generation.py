@@ -26,7 +26,8 @@ from trl.generation import vllm_generation
 
 CONFIG = {"context_parallel_size": 2}
 CONTINUOUS: dict[str, Any] = {"use_transformers_continuous_batching": True}
-CONTINUOUS["transformers_continuous_batching_config"] = {"max_memory_percent": 0.01}  # of the machine's, by each rank
+# Without sizes each rank would take a part of the machine's memory, which may be too little.
+CONTINUOUS["transformers_continuous_batching_config"] = {"num_blocks": 64, "max_batch_tokens": 256}
 ROWS = SETTINGS["per_device_train_batch_size"] * SETTINGS["gradient_accumulation_steps"]  # of a generation
 
 
