@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from cells import Cell, check, params, table
-from test_images import STEEP, STEPS
+from test_images import STEEP, STEPS, UNFLATTENED
 from transformers import PreTrainedModel
 
 from tools.models.tiny_images import ELSEWHERE, END, FIRST_WORD, LAST_WORD, START, Images, image_model
@@ -38,7 +38,7 @@ class Videos(Images):
         if number < VIDEO:
             return super().span(number)
         features: Any = self._features(number)
-        count = features.numel() // features.size(-1) + (self._type == "llava_onevision")  # which ends with a new line
+        count = features.numel() // features.size(-1)
         token = self._config.image_token_id if self._type in AS_IMAGES else ELSEWHERE
         frames = self.num_frames(number) if self._type in TIMED else 1
         if self._type in TIMED:
@@ -46,7 +46,8 @@ class Videos(Images):
         return [START, *[token] * count, END], [0, *[2] * count, 0]
 
     def num_frames(self, number: int) -> int:
-        return NUM_FRAMES[number % len(NUM_FRAMES)] if "video_grid_thw" in self._takes else 2
+        differ = self._takes & {"video_grid_thw", "num_frames_per_video"}
+        return NUM_FRAMES[number % len(NUM_FRAMES)] if differ else 2
 
     @torch.no_grad()
     def _features(self, number: int) -> torch.Tensor:
@@ -66,7 +67,10 @@ class Videos(Images):
             if frames[0]["pixel_values"].dim() == 5:  # images in tiles, but whole frames
                 frames = [{"pixel_values": x["pixel_values"][:, 0]} for x in frames]
             names = {"pixel_values": "pixel_values_videos", "image_position_ids": "video_position_ids"}
-            return {name: torch.stack([x[key] for x in frames]) for key, name in names.items() if key in frames[0]}
+            if "num_frames_per_video" not in self._takes:
+                return {name: torch.stack([x[key] for x in frames]) for key, name in names.items() if key in frames[0]}
+            videos = {name: torch.cat([x[key] for x in frames]) for key, name in names.items()}
+            return videos | {"num_frames_per_video": torch.tensor([self.num_frames(number) for number in numbers])}
         grids = [[len(x["image_grid_thw"]), *x["image_grid_thw"][0, 1:].tolist()] for x in frames]
         videos = {"pixel_values_videos": torch.cat([x["pixel_values"] for x in frames])}
         videos["video_grid_thw"] = torch.tensor(grids)
@@ -101,12 +105,14 @@ def made(name: str) -> dict[str, Any]:
     model = image_model(name, DTYPES.get(name, torch.float32))
     model.config.get_text_config().use_cache = False
     rows = make_rows(20, images=name not in AS_IMAGES)  # whose batches hold images or videos
+    if name in UNFLATTENED:  # every batch must hold some
+        rows = [row for row in rows if row["visuals"]]
     return {"model": model, "trainer_arguments": {"train_dataset": rows, "data_collator": Padded(model)}}
 
 
 def cell(name: str, ranks: int = 2, long: bool = True) -> Cell:
     world = {"world": ranks, "config": {"context_parallel_size": ranks}}
-    options = STEPS | STEEP.get(name, {}) | {"max_steps": 3}
+    options = STEPS | STEEP.get(name, {}) | UNFLATTENED.get(name, {}) | {"max_steps": 3}
     return Cell(f"{name}, {ranks} ranks", options, made=functools.partial(made, name), long=long, **world)
 
 
