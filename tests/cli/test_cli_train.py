@@ -218,22 +218,22 @@ def test_each_rank_says_why_it_refuses(tmp_path: pathlib.Path) -> None:
     assert all(line.startswith(words) for line, words in zip(sorted(errors_of(done)), start, strict=True))
 
 
-def _another_rate() -> None:
+def _another_decay() -> None:
     load = Recipe.load
 
     def load_another(*args: Any, **kwargs: Any) -> Recipe:
         recipe = load(*args, **kwargs)
-        rate = 0.1 * (1 + int(os.environ["RANK"]))
-        return dataclasses.replace(recipe, training=recipe.training | {"learning_rate": rate})
+        decay = 0.1 * (1 + int(os.environ["RANK"]))
+        return dataclasses.replace(recipe, training=recipe.training | {"weight_decay": decay})
 
     Recipe.load = load_another  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("verb", ["train", pytest.param("verify", marks=pytest.mark.long)])
-def test_another_learning_rate_of_a_rank_is_refused(tmp_path: pathlib.Path, verb: str) -> None:
-    done = run_command(2, verb, str(write_config(tmp_path)), prepare=_another_rate)
+def test_another_weight_decay_of_a_rank_is_refused(tmp_path: pathlib.Path, verb: str) -> None:
+    done = run_command(2, verb, str(write_config(tmp_path)), prepare=_another_decay)
     assert done.args == [2, 2]
-    words = "training.learning_rate is 0.1 on rank 0 and 0.2 on rank 1; expected the same file on every rank"
+    words = "training.weight_decay is 0.1 on rank 0 and 0.2 on rank 1; expected the same file on every rank"
     assert sorted(errors_of(done)) == [f"ringtile: error: rank {rank}: {words}" for rank in range(2)]
 
 
