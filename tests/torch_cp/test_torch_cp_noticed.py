@@ -6,6 +6,7 @@ Shape letters: B batch, S global tokens, N local tokens, H heads, D head dim, W 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,23 +66,24 @@ def by_chunks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([torch.softmax(torch.matmul(part, k.mT), -1) @ v for part in q.split(3, 2)], 2)
 
 
-def by_kernel(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+def with_sinks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.cat([q @ k.mT, q.new_zeros(*q.shape[:3], 1)], dim=-1)
+    return F.softmax(scores - scores.amax(-1, True), dim=-1)[..., :-1] @ v
 
 
-@pytest.mark.parametrize("attend", [by_matmul, by_bmm, by_einsum, by_chunks])
+@pytest.mark.parametrize("attend", [by_matmul, by_bmm, by_einsum, by_chunks, with_sinks])
 def test_eager_attention_is_refused(attend: Any) -> None:
-    with pytest.raises(RefusedError, match=r"softmax of scores \(2, 4, [38], 8\).*attn_implementation='sdpa'"):
+    with pytest.raises(RefusedError, match=r"softmax of scores \(2, 4, [38], [89]\).*attn_implementation='sdpa'"):
         in_block(lambda qkv: attend(*qkv))
     with pytest.raises(RefusedError, match=r"softmax of scores"):  # the block's mask would be ignored
         in_block(lambda qkv: attend(*qkv), world_size=1, mask=IntervalMask.causal(16))
 
 
-def test_fused_kernels_by_their_own_names_are_refused() -> None:
-    with pytest.raises(
-        RefusedError, match="_scaled_dot_product_flash_attention_for_cpu attends this rank's tokens only"
-    ):
-        in_block(lambda qkv: by_kernel(*qkv))
+@pytest.mark.parametrize("name", ["_scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_attention"])
+def test_fused_kernels_by_their_own_names_are_refused(name: str) -> None:
+    """The second is what torch.export keeps."""
+    with pytest.raises(RefusedError, match=f"{name} attends this rank's tokens only"):
+        in_block(lambda qkv: getattr(torch.ops.aten, name)(*qkv))
 
 
 def test_other_softmaxes_are_not_attention() -> None:
@@ -109,6 +111,12 @@ class Windowed(nn.Module):
         return sdpa(q, k, v, is_causal=True)
 
 
+class Chunked(Windowed):
+    """A layer of Llama 4."""
+
+    config, layer_idx = SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=10), 0
+
+
 def test_a_window_that_attention_is_not_told_of_is_refused() -> None:
     def attend(qkv: list[Tensor]) -> None:
         Windowed()(*qkv)
@@ -123,11 +131,15 @@ def test_a_window_that_attention_is_not_told_of_is_refused() -> None:
     in_block(attend, mask=IntervalMask.documents([9, 7]))  # never longer than the window
     in_block(attend, seq_len=9)
     in_block(attend, world_size=1)
+    for mask in (None, IntervalMask.sliding_window(16, 10)):
+        with pytest.raises(RefusedError, match=r"forward has a chunk of 10 tokens.*IntervalMask\.chunked\(16, 10\)"):
+            in_block(lambda qkv: Chunked()(*qkv), mask=mask)
+    in_block(lambda qkv: Chunked()(*qkv), mask=IntervalMask.chunked(16, 10))
 
 
 # ---- positions that a model makes ---------------------------------------------------------------
 
-WEIGHT = torch.ones(16, 4)
+WEIGHT = torch.ones(18, 4)
 MADE: dict[str, Callable[[Tensor], Any]] = {
     "embedded": lambda x: F.embedding(torch.arange(0, x.size(2)), WEIGHT),
     "rotated": lambda x: (
@@ -135,24 +147,29 @@ MADE: dict[str, Callable[[Tensor], Any]] = {
     ),
     "multiplied": lambda x: torch.outer(torch.arange(x.size(2)), WEIGHT[0]),
     "floats": lambda x: torch.arange(x.size(2), dtype=x.dtype),
+    "after padding": lambda x: F.embedding(torch.arange(x.size(2))[None] + 2, WEIGHT),  # as in BART
+    "of a mask": lambda x: F.embedding(torch.ones(2, x.size(2), dtype=torch.long).cumsum(1), WEIGHT),  # as in OPT
+    "of a table": lambda x: F.embedding(torch.arange(64)[None, : x.size(2)], WEIGHT),  # as in BERT
 }
 
 
 @pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_positions_that_count_a_shard_from_0_are_refused(made: Callable[[Tensor], Any], layout: str) -> None:
-    with pytest.raises(InputError, match=r"positions of 8 tokens that count from 0 on every rank.*pass position_ids"):
+    with pytest.raises(InputError, match=r"positions of 8 tokens that count from [012] on every.*pass position_ids"):
         in_block(lambda qkv: made(qkv[0]), layout=layout)
     in_block(lambda qkv: made(qkv[0]), world_size=1, mask=IntervalMask.causal(16))
 
 
 def test_other_counts_are_not_positions() -> None:
     def count(group: LoopbackGroup) -> None:
-        rank, tokens = group.transport.rank, torch.zeros(16, 4)
+        rank, tokens, positions = group.transport.rank, torch.zeros(16, 4), torch.arange(16) % 8  # of two documents
         with context_parallel(group, buffers=[tokens], buffer_seq_dims=[0], layout="contiguous"):
             F.embedding(torch.arange(8) + 8 * rank, WEIGHT)  # of this rank's tokens
             tokens[torch.arange(8).unsqueeze(1).expand(-1, 2).reshape(-1)].float()  # indices: experts of each token
             torch.arange(0, 16, 2).float()  # frequencies
+        with context_parallel(group, buffers=[positions], buffer_seq_dims=[0], layout="contiguous"):
+            F.embedding(positions + 2, WEIGHT)
 
     LoopbackWorld(2).run(count)
 
@@ -417,15 +434,22 @@ def test_labels_inside_the_block_are_refused(given: str) -> None:
         _labeled(given, targets)
 
 
+Pick = Callable[[Tensor, Tensor], Tensor]  # from a tensor and the targets
+
+
+@pytest.mark.parametrize("pick", [lambda x, t: x, lambda x, t: x.clone(), lambda x, t: x[t != -100]])
 @pytest.mark.parametrize("ignored", [0, 1])
-def test_a_mean_in_a_loop_is_that_of_one_process_or_refused(ignored: int) -> None:
+def test_a_mean_in_a_loop_is_that_of_one_process_or_refused(ignored: int, pick: Pick) -> None:
     logits, targets = torch.randn(16, 8, dtype=torch.float64), torch.arange(16) % 8
     targets[:ignored] = -100
 
     def on_rank(group: LoopbackGroup) -> float:
         tensors = [logits.clone(), targets.clone()]
         with context_parallel(group, buffers=tensors, buffer_seq_dims=[0, 0]):
-            return float(F.cross_entropy(*tensors))
+            local, target = (pick(x, tensors[1]) for x in tensors)
+            loss, of_log = F.cross_entropy(local, target), F.nll_loss(local.log_softmax(-1), target)
+            assert of_log.item() == pytest.approx(loss.item(), rel=1e-12)
+            return loss.item()
 
     if ignored:
         with pytest.raises(RefusedError, match="averaged over targets, of which ranks have different numbers"):
@@ -433,3 +457,26 @@ def test_a_mean_in_a_loop_is_that_of_one_process_or_refused(ignored: int) -> Non
     else:
         losses = LoopbackWorld(2).run(on_rank)
         assert sum(losses) / 2 == pytest.approx(float(F.cross_entropy(logits, targets)), rel=1e-12)
+
+
+SHIFTS: list[Callable[[Tensor, Tensor], Any]] = [
+    lambda logits, ids: F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[..., 1:].flatten(), reduction="sum"),
+    lambda logits, ids: F.cross_entropy(logits.mT, ids.roll(-1, 1), reduction="sum"),
+    lambda logits, ids: logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]),
+]
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_labels_that_a_loop_shifts_inside_are_refused(shift: Callable[[Tensor, Tensor], Any]) -> None:
+    def on_rank(group: LoopbackGroup) -> None:
+        logits, ids = torch.randn(2, 16, 8), torch.randint(8, (2, 16))
+        with context_parallel(group, buffers=[logits, ids], buffer_seq_dims=[1, -1]):
+            chunks = [
+                F.cross_entropy(*pair, reduction="sum")
+                for pair in zip(*(x[0].split(5) for x in (logits, ids)), strict=True)
+            ]
+            assert len(chunks) == 2
+            shift(logits, ids)
+
+    with pytest.raises(RefusedError, match="labels are shifted within a shard"):
+        LoopbackWorld(2).run(on_rank)

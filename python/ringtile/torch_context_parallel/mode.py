@@ -73,8 +73,9 @@ class RingMode(TorchFunctionMode):
         if self.is_alone:
             return func(*args, **kwargs)
         if func is scaled_dot_product_attention:
-            if eager and len(args) < 4 and kwargs.get("attn_mask") is None and args:
-                self.noticing.check_window(sys._getframe(1), args[0].size(-2), bool(kwargs.get("is_causal")))
+            query = args[0] if args else kwargs.get("query")
+            if eager and len(args) < 4 and kwargs.get("attn_mask") is None and isinstance(query, Tensor):
+                self.noticing.check_window(sys._getframe(1), query.size(-2), bool(kwargs.get("is_causal")))
             return sdpa(self.scope, *args, **kwargs)
         if func is flex_attention_hop:
             return flex_hop_in_ring(self.scope, *args, **kwargs)

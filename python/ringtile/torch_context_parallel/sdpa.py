@@ -45,7 +45,7 @@ def sdpa(
                 f"query, key, value are {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}; expected "
                 "(batch, heads, local tokens, head_dim) each"
             )
-        if not enable_gqa and query.size(1) != key.size(1):
+        if not enable_gqa and key.size(1) not in (1, query.size(1)):  # one head serves all queries'
             raise InputError(
                 f"query has {query.size(1)} heads, key {key.size(1)}; expected the same number, or enable_gqa=True"
             )
