@@ -293,7 +293,7 @@ def attends_no_later_chunk(sequence: ShardedSequence, num_tokens: int) -> bool:
             of.is_causal[num_tokens] = (
                 sequence.world_size == 1
                 and sequence.begin.dim() == 2
-                and torch.equal(sequence.ring.plan.positions, torch.arange(sequence.seq_len))
+                and torch.equal(sequence.layout.positions(0), torch.arange(sequence.seq_len))
                 and bool(((sequence.end <= sequence.begin) | (sequence.end <= _chunk_ends(sequence, num_tokens))).all())
             )
     return of.is_causal[num_tokens]
