@@ -188,6 +188,7 @@ def test_two_ranks_equal_one_process(tmp_path: pathlib.Path) -> None:
 def test_max_rel_diff_of_anything_odd_is_no_number() -> None:
     assert max_rel_diff([2.0, 3.0], [2.0, 4.0]) == 0.25
     assert max_rel_diff([1.0], [1.0, 2.0]) == math.inf
+    assert max_rel_diff([], []) == math.inf  # nothing was logged, so nothing is shown
     assert math.isnan(max_rel_diff([1.0, math.nan, 1.0], [1.0, 1.0, 1.0]))
     assert max_rel_diff([0.0], [0.0]) == 0.0
     assert max_rel_diff([1.0], [0.0]) == math.inf

@@ -123,6 +123,7 @@ def refusal(path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> str:
         ("model.model_type", "zzzz", "unknown model.model_type zzzz: the closest are [^,]+, [^,]+, [^,]+$"),
         ("model", {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 0}, "model.n_layer is 0; expected 1 to"),
         ("training.learning_rate", float("nan"), "training.learning_rate is nan; expected: Input should be a finite"),
+        ("training.gradient_accumulation_steps", 0, "training.gradient_accumulation_steps is 0; expected: .* 1$"),
         ("training.max_steps", True, "training.max_steps is True; expected: Input should be a valid integer"),
         ("training.save_strategy", False, "training.save_strategy is False; expected: .*without quotes"),
         ("training.lr_scheduler_type", "kosine", "training: kosine is not a valid SchedulerType, please select"),

@@ -31,12 +31,12 @@ LIMITS = {"losses": 1e-6, "grad_norms": 1e-5}
 
 
 def max_rel_diff(values: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest |value - reference| / |reference|; NaN if any is NaN, infinite if the counts differ."""
-    if len(values) != len(reference):
+    """The largest |value - reference| / |reference|; NaN if any is NaN, infinite if the counts differ or are 0."""
+    if len(values) != len(reference) or not values:
         return math.inf
     pairs = zip(values, reference, strict=True)
     diffs = [0.0 if x == y else abs(x - y) / abs(y) if y else math.inf for x, y in pairs]
-    return math.nan if any(map(math.isnan, diffs)) else max(diffs, default=0.0)
+    return math.nan if any(map(math.isnan, diffs)) else max(diffs)
 
 
 class Proof(NamedTuple):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import HfArgumentParser, TrainingArguments
 
 from ringtile.cli.environment import world_size
-from ringtile.config import Config, Section, check_keys, flat
+from ringtile.config import Config, Count, Section, check_keys, flat
 from ringtile.errors import ConfigError, refusing, shown
 from ringtile.yaml_file import read_yaml
 
@@ -42,9 +42,10 @@ class DataConfig(Section):
 
 @functools.cache
 def training_section() -> type[Section]:
-    """The keys of TrainingArguments with their types; two are annotated without bool, which they take."""
+    """The keys of TrainingArguments with their types; two take bool, and three no number below 1, unlike annotated."""
     hints = typing.get_type_hints(TrainingArguments)
-    hints |= dict.fromkeys(("fsdp", "resume_from_checkpoint"), bool | str | None)
+    counts = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+    hints |= dict.fromkeys(("fsdp", "resume_from_checkpoint"), bool | str | None) | dict.fromkeys(counts, Count)
     fields: dict[str, Any] = {f.name: (hints[f.name], None) for f in dataclasses.fields(TrainingArguments) if f.init}
     section: type[Section] = pydantic.create_model("Training", __base__=Section, **fields)
     section.prefix = "training."

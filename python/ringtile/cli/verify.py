@@ -44,6 +44,7 @@ TRAINING = {
     "learning_rate": 0.01,
     "lr_scheduler_type": "constant",
     "max_grad_norm": 1e9,
+    "logging_strategy": "steps",
     "logging_steps": 1,
     "save_strategy": "no",
     "eval_strategy": "no",
