@@ -29,6 +29,10 @@ def rank_dependent_labels(trainer):
         row["labels"][-1] += trainer.args.process_index
 
 
+def rank_dependent_length(trainer):
+    trainer.train_dataset = Stream(make_rows(4 - 2 * trainer.args.process_index))
+
+
 def dispatching_loader(trainer):
     accelerator = trainer.accelerator
     loader = torch.utils.data.DataLoader(Stream(make_rows(8)), batch_size=2, collate_fn=Padded())
@@ -70,15 +74,12 @@ RUNS = [
     of_change(
         "ranks 0 and 1 share a sequence but got different batches", rank_dependent_rows, error="RingMismatchError"
     ),
+    of_change("ranks disagree on batches in call", rank_dependent_length, error="RingMismatchError"),
     of_change("the checksum of labels is", rank_dependent_labels, error="RingMismatchError"),
     Refusal("a loss set after enable", "in the first training step did not call the model that", use=loss_set_later),
     Refusal("a dispatching loader", "the data loader dispatches batches from rank 0", use=dispatching_loader),
     Refusal("a model that shifts and averages on its own", "the loss is", prepare=own_loss),
-    Refusal(
-        "a model that shifts labels itself",
-        "the loss is",
-        made=lambda: {"model": bart()["model"]},
-    ),
+    Refusal("a model that shifts labels itself", "the loss is", made=lambda: {"model": bart()["model"]}),
     Refusal(
         "a hole in attention_mask",
         "row 0, query 4 needs the keys [0, 3), [4, 5)",
@@ -92,12 +93,7 @@ RUNS = [
         config={"tiled_loss": True},
     ),
     Refusal("outputs without names", "returns a tuple; expected return_dict=True", {"trainer_class": AsTuple}),
-    Refusal(
-        "rows of positions of a model without them",
-        "position_ids are (4, 1,",
-        {"collator": PackedIn(4)},
-        error="InputError",
-    ),
+    Refusal("positions without M-RoPE", "position_ids are (4, 1,", {"collator": PackedIn(4)}, error="InputError"),
 ]
 
 

@@ -149,19 +149,19 @@ class Peers:
         loaded = 0
         for loaded, batch in enumerate(batches, start=1):
             if loaded == number:
-                self._meet_in_step()
+                self._meet_in_step(loaded)
             yield batch
         if loaded < number:
-            self._meet_in_step()
+            self._meet_in_step(loaded)
 
-    def _meet_in_step(self) -> None:
+    def _meet_in_step(self, batches: int = 1) -> None:
         # The host of a GPU runs ahead here too, and a later call finds a difference.
-        self._meet("the next step of the Trainer", self._group.device)
+        self._meet("the next step of the Trainer", self._group.device, batches=batches)
 
-    def _meet(self, what: str, device: torch.device | None = None) -> None:
+    def _meet(self, what: str, device: torch.device | None = None, **fields: int) -> None:
         """Waits for the ranks that share a sequence, for ddp_timeout: without it, one that has stopped or called
         something else would be waited for in the engine's next collective, for its own timeout. device: see `agree`."""
-        with transport_of(self._group.process_group).agree(what, {}, device):
+        with transport_of(self._group.process_group).agree(what, fields, device):
             pass
 
     def _lost(self, error: PeerLostError) -> Loss | None:
