@@ -91,29 +91,28 @@ def test_other_errors_stay_what_they_are():
         assert said == ["the sizes of a and b differ", "[gloo/transport/tcp/pair.cc:1] Timed out"]
 
 
-def _one_rank_stays():
+def _one_rank_stays(kind):
     """What each rank does where rank 1 raises in train(), and does not end."""
     hf_peers._LEAVE_SECONDS = 0.5
     peers, rank, store = peers_of_all(), dist.get_rank(), distributed_c10d._get_default_store()
     try:
         with peers.named("train"):
             if rank == 1:
-                raise ValueError("of rank 1")
+                raise kind("of rank 1")
             dist.barrier()
             return "trained"
     except PeerLostError as error:
         store.set("rank 0 has ended", "")
         return str(error)
-    except ValueError:
+    except kind:
         store.wait(["rank 0 has ended"], datetime.timedelta(seconds=20))
         return "stayed"
 
 
-def test_no_rank_waits_for_one_that_has_raised_and_stays():
-    assert run_new_ranks(2, _one_rank_stays) == [
-        "rank 1 was lost in train() of rank 0: ValueError: of rank 1; see rank 1's log for the cause",
-        "stayed",
-    ]
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_no_rank_waits_for_one_that_has_raised_and_stays(kind):
+    told = f"rank 1 was lost in train() of rank 0: {kind.__name__}: of rank 1; see rank 1's log for the cause"
+    assert run_new_ranks(2, _one_rank_stays, kind) == [told, "stayed"]
 
 
 def _all_ranks_raise(another_trainer):

@@ -82,7 +82,7 @@ class Peers:
             if error is self._failure:  # by an inner context
                 raise
             self._give_up(what, error, self._lost(error))
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:  # of a notebook, which stays
             if of_a_collective(error):
                 self._give_up(what, error, None)
             if self._depth == 1:
@@ -92,7 +92,7 @@ class Peers:
         finally:
             self._depth -= 1
 
-    def _leave_later(self, error: Exception) -> None:
+    def _leave_later(self, error: BaseException) -> None:
         """Those that wait for this rank would do so until it ends, which may take long: what the program does with the
         error is its own. They hear that they wait in vain, unless it begins again in time."""
         period = self._detector.period
@@ -112,7 +112,7 @@ class Peers:
                 if (transport := _transport_on_cpu(group)) is not None:
                     transport.stop_waiting()
 
-    def _give_up(self, what: str, error: Exception, suspect: Loss | None) -> NoReturn:
+    def _give_up(self, what: str, error: BaseException, suspect: Loss | None) -> NoReturn:
         """Raise PeerLostError, and leave the world: the others hear of it, and none of them waits for this rank."""
         self._tell(str(error))
         if (world := _transport_on_cpu(distributed_c10d._get_default_group())) is not None:
