@@ -62,6 +62,10 @@ def loss_set_later(trainer):
     trainer.train()
 
 
+def enabled_twice(trainer):
+    ringtile.enable(make_trainer(model=trainer.model), {"context_parallel_size": 2})
+
+
 def with_hole(trainer):
     hole = torch.ones(1, 8, dtype=torch.long)
     hole[0, 3] = 0
@@ -77,6 +81,7 @@ RUNS = [
     of_change("ranks disagree on batches in call", rank_dependent_length, error="RingMismatchError"),
     of_change("the checksum of labels is", rank_dependent_labels, error="RingMismatchError"),
     Refusal("a loss set after enable", "in the first training step did not call the model that", use=loss_set_later),
+    Refusal("a second Trainer", "another Trainer is enabled on this model", use=enabled_twice),
     Refusal("a dispatching loader", "the data loader dispatches batches from rank 0", use=dispatching_loader),
     Refusal("a model that shifts and averages on its own", "the loss is", prepare=own_loss),
     Refusal("a model that shifts labels itself", "the loss is", made=lambda: {"model": bart()["model"]}),
@@ -93,7 +98,7 @@ RUNS = [
         config={"tiled_loss": True},
     ),
     Refusal("outputs without names", "returns a tuple; expected return_dict=True", {"trainer_class": AsTuple}),
-    Refusal("positions without M-RoPE", "position_ids are (4, 1,", {"collator": PackedIn(4)}, error="InputError"),
+    Refusal("rows of positions of a model without them", "are (4, 1,", {"collator": PackedIn(4)}, error="InputError"),
 ]
 
 

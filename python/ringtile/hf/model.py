@@ -198,10 +198,12 @@ def _tower_configs(model: PreTrainedModel) -> set[str]:
 
 def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
     """Makes every layer call ringtile's attention and mask functions. wrapped: the model with its adapters."""
+    model = base_model(wrapped)
+    if model in _own_attention:
+        raise RefusedError("another Trainer is enabled on this model; expected one: call ringtile.restore on the other")
     attention.register()
     # On the outermost module: adapters call the inner module's forward, which skips its hooks.
     patches.on_restore(wrapped.register_forward_pre_hook(attention.hide_attention_mask, with_kwargs=True).remove)
-    model = base_model(wrapped)
     previous = {"": model.config._attn_implementation}
     without = []  # the configs of parts that do not attend: only the attribute takes None back
     for name in model.config.sub_configs:
