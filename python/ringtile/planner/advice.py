@@ -17,7 +17,7 @@ from ringtile.planner.step import StepMemory, TrainingStep
 from ringtile.sequence.layout import Layout, resolved
 from ringtile.sequence.mask import IntervalMask
 
-_MAX_LOCAL_TOKENS = 2**20  # planned; beyond, memory is a line through what was
+_MAX_LOCAL_TOKENS, _MAX_CHUNKS = 2**20, 2**8  # planned; beyond, memory is a line through what was
 _STEPS = 8  # of the search
 
 
@@ -54,11 +54,11 @@ def longest(step: TrainingStep, memory: int, known: StepMemory) -> Longest:
     The peak is the largest of several sums that grow with the tokens, so it is convex. The line through two lengths
     meets the limit before the peak does where it lies between them, and after the peak does beyond both.
     """
-    unit = multiple_of(step.setup)
-    most = step.setup.ringtile.context_parallel_size * _MAX_LOCAL_TOKENS // unit * unit
+    unit, keys = multiple_of(step.setup), step.setup.ringtile
+    local = min(_MAX_LOCAL_TOKENS, _MAX_CHUNKS * keys.tile_tokens if keys.stream else _MAX_LOCAL_TOKENS)
+    fits, most = known, keys.context_parallel_size * local // unit * unit
     above: StepMemory | None = None
     before: StepMemory | None = None
-    fits = known
     if known.total > memory:
         fits, above = step.run(unit), known
         if fits.total > memory:
