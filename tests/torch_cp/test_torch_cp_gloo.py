@@ -75,18 +75,22 @@ def by_style(mesh: DeviceMesh, tensors: list[Tensor], layout: str, call: dict[st
 
 
 def by_dispatcher(mesh: DeviceMesh, tensors: list[Tensor], layout: str, call: dict[str, Any]) -> list[Tensor]:
-    """With DTensors sharded over the mesh; everything else on this thread is untouched."""
+    """With DTensors sharded over the mesh, also in a block; everything else on this thread is untouched."""
     q, k, v, dout = context_parallel_shard(mesh, tensors, [2] * 4, layout)
 
-    def of_dtensors(*qkv: Tensor, **call: Any) -> Tensor:
-        out = sdpa(*(DTensor.from_local(t, mesh, [Shard(2)], run_check=False) for t in qkv), **call)
+    def of_dtensors(*qkv: Tensor, dim: int = 2, **call: Any) -> Tensor:
+        out = sdpa(*(DTensor.from_local(t, mesh, [Shard(dim)], run_check=False) for t in qkv), **call)
         assert isinstance(out, DTensor)
         return out.to_local()
 
     enable_context_parallel_dispatcher()
     try:
         assert sdpa(*tensors[:3], **call).size(2) == tensors[0].size(2)
-        return differentiate(of_dtensors, q, k, v, dout, **call)
+        results = differentiate(of_dtensors, q, k, v, dout, **call)
+        with context_parallel(mesh, layout=Layout.named(layout, tensors[0].size(2), mesh.size())):
+            for dim in (1, 2):  # heads, as of tensor parallelism, and tokens
+                assert all(map(torch.equal, results, differentiate(of_dtensors, q, k, v, dout, dim=dim, **call)))
+        return results
     finally:
         disable_context_parallel_dispatcher()
 

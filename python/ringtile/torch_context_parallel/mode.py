@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_hop
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as torch_checkpoint
@@ -30,7 +31,7 @@ from ringtile.torch_context_parallel.flex import FlexCall, flex_attention, flex_
 from ringtile.torch_context_parallel.group_layouts import sequence_in_force
 from ringtile.torch_context_parallel.noticing import Noticing, ShardedBuffer
 from ringtile.torch_context_parallel.scope import AttentionScope
-from ringtile.torch_context_parallel.sdpa import sdpa
+from ringtile.torch_context_parallel.sdpa import sdpa, sdpa_of_dtensors
 
 Enter = Callable[[], AbstractContextManager[Any]]
 
@@ -76,7 +77,7 @@ class RingMode(TorchFunctionMode):
             query = args[0] if args else kwargs.get("query")
             if eager and len(args) < 4 and kwargs.get("attn_mask") is None and isinstance(query, Tensor):
                 self.noticing.check_window(sys._getframe(1), query.size(-2), bool(kwargs.get("is_causal")))
-            return sdpa(self.scope, *args, **kwargs)
+            return (sdpa_of_dtensors if isinstance(query, DTensor) else sdpa)(self.scope, *args, **kwargs)
         if func is flex_attention_hop:
             return flex_hop_in_ring(self.scope, *args, **kwargs)
         if func is flex_attention:

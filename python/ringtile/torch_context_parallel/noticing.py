@@ -37,11 +37,7 @@ _DROPOUTS = frozenset(
 )
 _SHIFTS = frozenset((F.pad, torch.roll, Tensor.roll))
 _SLICES = frozenset((Tensor.__getitem__, Tensor.narrow, torch.narrow))
-_KERNELS = (
-    *("scaled_dot_product_", "_flash_attention", "_efficient_attention", "_cudnn_attention", "flash_attn"),
-    "varlen_attn",
-)
-_WORDS = {"sliding_window": "sliding window", "chunked": "chunk"}
+_KERNELS = ("scaled_dot_product_", "flash_att", "_efficient_attention", "_cudnn_attention", "varlen_attn")
 
 
 class ShardedBuffer(NamedTuple):
@@ -176,9 +172,10 @@ class Noticing:
                 self._windows[key] = narrow == mask
             if self._windows[key]:
                 return
+        words = "chunk" if kind == "chunked" else "sliding window"
         raise self._told(
             RefusedError(
-                f"{caller.f_code.co_name} has a {_WORDS[kind]} of {window} tokens, but passes no mask of it "
+                f"{caller.f_code.co_name} has a {words} of {window} tokens, but passes no mask of it "
                 f"for the {seq_len} tokens of the sequence; give it to context_parallel(..., "
                 f"mask=IntervalMask.{kind}({seq_len}, {window})), if all layers have it"
             )
@@ -246,11 +243,10 @@ class Noticing:
 
     def _check_slice(self, x: Tensor, part: Tensor) -> None:
         """A slice of integers, not a selection, from the second of this rank's tokens on."""
-        buffer = self._buffer_of(x)
-        if buffer is None or part.data_ptr() == x.data_ptr():
+        buffer, is_view = self._buffer_of(x), part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        if buffer is None or not is_view or part.data_ptr() == x.data_ptr():
             return
-        is_view = part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        if is_view and part.numel() == x.numel() - x.numel() // buffer.local.size(buffer.seq_dim):
+        if part.numel() == x.numel() - x.numel() // buffer.local.size(buffer.seq_dim):
             raise self._told(_of_labels("are shifted"))
 
     def _check_mean(self, input: Tensor, target: Tensor, *_: Any, **options: Any) -> None:

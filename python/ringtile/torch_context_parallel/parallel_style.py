@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_hop
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.nn.attention.flex_attention import _identity as identity
@@ -38,8 +38,7 @@ from ringtile.torch_context_parallel.flex import (
 from ringtile.torch_context_parallel.group_layouts import check_layout, group_of, sequence_in_force
 from ringtile.torch_context_parallel.mode import RingMode, keep_modes
 from ringtile.torch_context_parallel.scope import AttentionScope
-from ringtile.torch_context_parallel.sdpa import sdpa
-from ringtile.transport.groups import propagate_errors
+from ringtile.torch_context_parallel.sdpa import sdpa_of_dtensors
 
 
 class _AttentionType(Enum):
@@ -227,28 +226,8 @@ class _DispatcherMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention and isinstance(args[0] if args else kwargs["query"], DTensor):
-            return _sdpa_of_dtensors(*args, **kwargs)
+            return sdpa_of_dtensors(None, *args, **kwargs)
         return func(*args, **kwargs)
-
-
-def _sdpa_of_dtensors(query: DTensor, key: DTensor, value: DTensor, *args: Any, **kwargs: Any) -> Any:
-    placements, mesh = query.placements, query.device_mesh
-    dims = [i for i, placement in enumerate(placements) if placement == Shard(2)]
-    others = [placement for placement in placements if placement != Shard(2)]
-    if not dims:
-        return scaled_dot_product_attention(query, key, value, *args, **kwargs)
-    group = mesh.get_group(dims[0])
-    with propagate_errors(group, "scaled_dot_product_attention", query.to_local()):
-        if len(dims) > 1 or any(not (p.is_replicate() or p in (Shard(0), Shard(1))) for p in others):
-            raise InputError(
-                f"query is placed {placements}; expected Shard(2) once, else Shard(0), Shard(1), Replicate()"
-            )
-        for name, x in (("key", key), ("value", value)):
-            if not isinstance(x, DTensor) or x.placements != placements or x.device_mesh != mesh:
-                raise InputError(f"{name} is not placed as query is, {placements} on {mesh}; redistribute it")
-    q, k, v = (x.to_local() for x in (query, key, value))
-    out = sdpa(AttentionScope(group), q, k, v, *args, **kwargs)
-    return DTensor.from_local(out, mesh, placements, run_check=False)
 
 
 _entered = threading.local()

@@ -5,13 +5,18 @@ Shape letters: B batch, H query heads, G kv heads, N local tokens, D head dim, D
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import scaled_dot_product_attention
 
 from ringtile.errors import InputError, RefusedError, RingtileError
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.scope import AttentionScope
+from ringtile.transport.groups import propagate_errors
 
 
 def sdpa(
@@ -60,6 +65,30 @@ def sdpa(
         raise
     out: Tensor = scope.attend(query, key, value, is_causal=is_causal, scale=scale)
     return out
+
+
+def sdpa_of_dtensors(
+    scope: AttentionScope | None, query: DTensor, key: DTensor, value: DTensor, *args: Any, **kwargs: Any
+) -> Any:
+    """`sdpa` of local tensors, over the mesh dim that shards dim 2 if there is one, else over the scope.
+
+    scope: of the block around; without one, and without such a dim, it is PyTorch's.
+    """
+    placements, mesh = query.placements, query.device_mesh
+    dims = [i for i, placement in enumerate(placements) if placement == Shard(2)]
+    scope = AttentionScope(mesh.get_group(dims[0])) if dims else scope
+    if scope is None:
+        return scaled_dot_product_attention(query, key, value, *args, **kwargs)
+    with propagate_errors(scope.group, "scaled_dot_product_attention", query.to_local()):
+        if len(dims) > 1 or any(not (p.is_replicate() or p in (Shard(0), Shard(1), Shard(2))) for p in placements):
+            raise InputError(
+                f"query is placed {placements}; expected Shard(2) once, else Shard(0), Shard(1), Replicate()"
+            )
+        for name, x in (("key", key), ("value", value)):
+            if not isinstance(x, DTensor) or x.placements != placements or x.device_mesh != mesh:
+                raise InputError(f"{name} is not placed as query is, {placements} on {mesh}; redistribute it")
+    q, k, v = (x.to_local() for x in (query, key, value))
+    return DTensor.from_local(sdpa(scope, q, k, v, *args, **kwargs), mesh, placements, run_check=False)
 
 
 def _masked(sequence: ShardedSequence | None, attn_mask: Tensor) -> ShardedSequence:
