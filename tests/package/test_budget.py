@@ -26,7 +26,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "python/ringtile/sequence": (9, 1984),
     "python/ringtile/stream": (3, 877),
     "python/ringtile/tiled": (12, 2235),
-    "python/ringtile/torch_context_parallel": (12, 2210),
+    "python/ringtile/torch_context_parallel": (12, 2215),
     "python/ringtile/transport": (8, 1971),
     "tools": (28, 3760),
     "tests": (9, 1149),
@@ -45,7 +45,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/stream": (5, 1227),
     "tests/tiled": (9, 2292),
     "tests/tools": (2, 298),
-    "tests/torch_cp": (14, 3453),
+    "tests/torch_cp": (14, 3451),
     "tests/transport": (9, 1888),
 }
 
