@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,46 +98,44 @@ def switches(setup: Setup, seq_len: int, fits: bool = True) -> list[Switch]:
     What does not fit is also planned with twice the ranks, and with adapters, on weights in 4 bits too.
     """
     config = setup.ringtile
-    changes: dict[str, Setup] = {}
-
-    def with_keys(**keys: bool | int) -> Setup:
-        return dataclasses.replace(setup, ringtile=type(config)(**{**config.model_dump(exclude_unset=True), **keys}))
-
+    changes: dict[str, dict[str, Any]] = {}
     if not (setup.gradient_checkpointing or config.stream):
-        changes[f"{CHECKPOINTING}: true"] = dataclasses.replace(setup, gradient_checkpointing=True)
+        changes[f"{CHECKPOINTING}: true"] = {"gradient_checkpointing": True}
     elif not config.activation_offloading:
-        changes["activation_offloading: true"] = with_keys(activation_offloading=True)
+        changes["activation_offloading: true"] = {"activation_offloading": True}
     keeps = config.stream or (setup.gradient_checkpointing and config.context_parallel_size > 1)
     if keeps and config.keep_attention:
-        changes["keep_attention: false"] = with_keys(keep_attention=False)
+        changes["keep_attention: false"] = {"keep_attention": False}
     for key in ("tiled_loss", "stream") if config.stream else ("tiled_loss", "tiled_mlp", "tiled_norm", "stream"):
         if not getattr(config, key):
-            changes[f"{key}: true"] = with_keys(**{key: True})
+            changes[f"{key}: true"] = {key: True}
     if config.context_parallel_size < setup.devices:
-        changes[f"context_parallel_size: {setup.devices}"] = with_keys(context_parallel_size=setup.devices)
+        changes[f"context_parallel_size: {setup.devices}"] = {"context_parallel_size": setup.devices}
     if setup.devices > 1:
         for engine in ("fsdp2", "zero3"):
             if setup.engine != engine:
-                changes[f"--engine {engine}"] = dataclasses.replace(setup, engine=engine)
+                changes[f"--engine {engine}"] = {"engine": engine}
     if setup.engine.startswith("zero") and not setup.offload_optimizer:
-        changes["offload_optimizer: {device: cpu}"] = dataclasses.replace(setup, offload_optimizer=True)
+        changes["offload_optimizer: {device: cpu}"] = {"offload_optimizer": True}
     if not fits and setup.grpo is None:
         size, rank = 2 * config.context_parallel_size, setup.lora_rank or 16
-        changes[f"{2 * setup.devices} devices, context_parallel_size: {size}"] = dataclasses.replace(
-            with_keys(context_parallel_size=size), devices=2 * setup.devices
-        )
+        twice = {"context_parallel_size": size, "devices": 2 * setup.devices}
+        changes[f"{2 * setup.devices} devices, context_parallel_size: {size}"] = twice
         if not setup.lora_rank:
-            changes[f"--lora-rank {rank}"] = dataclasses.replace(setup, lora_rank=rank)
+            changes[f"--lora-rank {rank}"] = {"lora_rank": rank}
         if not setup.load_in_4bit:
-            changes[f"--lora-rank {rank} --load-in-4bit"] = dataclasses.replace(
-                setup, lora_rank=rank, load_in_4bit=True
-            )
-    return [_tried(key, changed, seq_len) for key, changed in changes.items()]
+            changes[f"--lora-rank {rank} --load-in-4bit"] = {"lora_rank": rank, "load_in_4bit": True}
+    return [_tried(key, setup, changed, seq_len) for key, changed in changes.items()]
 
 
-def _tried(key: str, setup: Setup, seq_len: int) -> Switch:
+def _tried(key: str, setup: Setup, changed: dict[str, Any], seq_len: int) -> Switch:
+    """changed: fields of the setup, and keys of ringtile's."""
+    config = setup.ringtile
+    keys = {name: changed[name] for name in changed.keys() & type(config).model_fields.keys()}
+    fields = {name: changed[name] for name in changed.keys() - keys.keys()}
     try:
-        with TrainingStep(setup) as step:
+        config = type(config)(**{**config.model_dump(exclude_unset=True), **keys})
+        with TrainingStep(dataclasses.replace(setup, ringtile=config, **fields)) as step:
             return Switch(key, step.run(seq_len).total)
     except RingtileError as error:
         return Switch(key, None, str(error))
