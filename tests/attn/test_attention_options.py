@@ -94,7 +94,8 @@ def test_compiled_steps_share_a_graph_and_equal_the_others(mask: str) -> None:
     def layer(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, step: int) -> Tensor:
         drop = AttentionDropout(0.3, rows, 1, step, 2)
         out, lse = ring_attention(q * 2, k, v, sequence, sinks=sinks + 1, dropout=drop, return_lse=True)
-        return out.sin() + lse.mT[..., None]
+        alone = attention(q, k, v, is_causal=True) * attention(q, k, v, mask=MASKS[mask])
+        return out.sin() + lse.mT[..., None] + alone
 
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -108,6 +109,18 @@ def test_compiled_steps_share_a_graph_and_equal_the_others(mask: str) -> None:
         assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[1] == graphs[2]  # the second makes the step a number of the graph
+
+
+def test_one_compiled_graph_serves_all_lengths() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seq_len in (48, 7, 31):
+        leaves = [x.requires_grad_() for x in problem(seq_len=seq_len)[:3]]
+        outs = [function(*leaves, is_causal=True) for function in (attention, compiled)]
+        results = [(out, *torch.autograd.grad(out.sum(), leaves)) for out in outs]
+        assert all(map(torch.equal, *results))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_rows_that_were_written_to_are_noticed() -> None:

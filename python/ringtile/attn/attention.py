@@ -82,7 +82,8 @@ def ring_attention(
     through_op = is_compiling or (isinstance(q, Tensor) and not is_plain(q) and indices is None)
     parts: Any = mask, layout, group
     try:
-        check_given("ring_attention", sequence, *parts)
+        if not isinstance(sequence, SequenceTensors):
+            check_given("ring_attention", sequence, *parts)
         if through_op:
             if is_compiling and indices is not None:
                 raise RefusedError("ring_attention got indices under torch.compile; expected a call outside of it")
@@ -120,17 +121,21 @@ def attention(
     Tokens come before heads, unlike in `scaled_dot_product_attention`: where S and H fit both, a swap goes unnoticed.
     mask, or is_causal (causal, else full): one of the two is required. Other arguments and errors: `ring_attention`.
     """
-    if mask is None and is_causal is not None:
-        arguments.check_tensor("q", q)
-        mask = _mask_of(q.shape[1] if q.dim() > 1 else 1, bool(is_causal))
-    elif is_causal is not None or mask is None:
+    if (mask is None) == (is_causal is None):
         raise InputError(
             f"mask is {shown(mask)} and is_causal {shown(is_causal)}; expected one of them, such as is_causal=True"
         )
-    check_types(mask)
-    layout = _one_rank(mask.seq_len)
-    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
-    return ring_attention(q, k, v, mask=mask, layout=layout, return_lse=return_lse, **options)
+    arguments.check_tensor("q", q)
+    if mask is not None:
+        check_types(mask)
+    seq_len = q.shape[1] if q.dim() > 1 else 1
+    given: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
+    if torch.compiler.is_compiling():  # which traces no mask or layout while it is made
+        given["sequence"] = SequenceTensors.of_one_rank(seq_len, mask, bool(is_causal))
+    else:
+        given["mask"] = mask = mask or _mask_of(seq_len, bool(is_causal))
+        given["layout"] = _one_rank(mask.seq_len)
+    return ring_attention(q, k, v, return_lse=return_lse, **given)
 
 
 @functools.lru_cache(maxsize=64)
@@ -256,6 +261,14 @@ class SequenceTensors(NamedTuple):
     @classmethod
     def of(cls, mask: IntervalMask, layout: Layout, group: Group | None) -> SequenceTensors:
         return cls(*mask.bounds, layout.tensor, group_name(group))
+
+    @classmethod
+    def of_one_rank(cls, seq_len: int, mask: IntervalMask | None, is_causal: bool) -> SequenceTensors:
+        """Of the mask, or, where it is None, of one of so many tokens, which may be a symbol of torch.compile's."""
+        end = torch.arange(1, seq_len + 1, dtype=torch.int32, device="cpu")[None]
+        begin = torch.zeros_like(end)
+        bounds = (begin, end if is_causal else begin + seq_len) if mask is None else mask.bounds
+        return cls(*bounds, torch.tensor([[0, 0, 1, 0, bounds[0].size(-1)]], dtype=torch.int64, device="cpu"))
 
 
 def attend_through_op(
