@@ -327,6 +327,7 @@ TRL = [
     Cell("DPO with LoRA", {**DPO, "lora": True}),
     Cell("DPO with LoRA, FSDP2", {**DPO, "lora": True}, ranks={"engine": "FSDP2"}, long=True),
     Cell("DPO with LoRA, ZeRO-2", {**DPO, "lora": True}, ranks={"engine": "ZeRO-2"}, long=True),
+    Cell("ORPO with LoRA", {"trainer_class": "trl.experimental.orpo.ORPOTrainer", "num_rows": 16, "lora": True}),
     Cell("reward model", REWARD, made=reward_model),
     Cell("reward model, FSDP2", REWARD, ranks={"engine": "FSDP2"}, made=reward_model, long=True),
     Cell("centered rewards", {**REWARD, "center_rewards_coefficient": 0.1}, made=reward_model, long=True),

@@ -233,8 +233,9 @@ class UnshardedOutputs:
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments by name. Raises RefusedError for more positional arguments than forward() names."""
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    forwards = (inspect.signature(type(x).forward).parameters.values() for x in (module, model.base_model(module)))
+    named = ([x.name for x in of_one if x.kind is x.POSITIONAL_OR_KEYWORD][1:] for of_one in forwards)
+    names = next(filter(None, named), [])  # PEFT's forward() may hand all of them on
     if len(args) > len(names):
         raise RefusedError(f"{type(module).__name__} was called with positional arguments; expected model(**inputs)")
     return {**dict(zip(names, args, strict=False)), **kwargs}
