@@ -271,8 +271,8 @@ MUTANTS = [
     Mutant(
         "rollouts: ranks sample alike",
         "python/ringtile/hf/features/rollouts.py",
-        "of_rank = (*shared.values(), self.trainer.state.global_step, self.base.training, group.rank)",
-        "of_rank = (*shared.values(), self.trainer.state.global_step, self.base.training)",
+        "of_rank = (shared, random_digest(), trainer.state.global_step, self.base.training, group.rank)",
+        "of_rank = (shared, random_digest(), trainer.state.global_step, self.base.training)",
         "tests/hf/test_generation.py -k other_completions",
     ),
     Mutant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import random
 from collections.abc import Iterator
@@ -107,19 +108,16 @@ def test_ranks_sample_other_completions_of_one_prompt() -> None:
     assert len(set(completions)) == ROWS
 
 
-def _disagreeing(what: str) -> str:
+def _disagreeing() -> str:
     trainer = make_rollouts(group=2)
-    if what == "random numbers" and dist.get_rank() == 1:
-        trainer.callback_handler.callbacks[0].on_step_begin = lambda *args, **kwargs: random.random()
-    if what == "rows to generate" and dist.get_rank() == 1:
+    if dist.get_rank() == 1:
         trainer.train_dataset = trainer.train_dataset.map(lambda row: {"prompt": row["prompt"] + " w5"})
     return failure_of(trainer, PROOF)
 
 
-@pytest.mark.parametrize("what", ["random numbers", "rows to generate"])
-def test_ranks_that_disagree_are_named(what: str) -> None:
-    for message in run_ranks(2, _disagreeing, what):
-        assert message.startswith("RingMismatchError: ranks 0 and 1 share a sequence but not the " + what), message
+def test_ranks_that_disagree_are_named() -> None:
+    for message in run_ranks(2, _disagreeing):
+        assert message.startswith("RingMismatchError: ranks disagree on fingerprint of the data in call"), message
 
 
 # ---- completions of a server --------------------------------------------------------------------
@@ -146,6 +144,13 @@ class Server:
         return mock.Mock()  # init_communicator, update_named_params, reset_prefix_cache
 
 
+def ask_server(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """A rollout_func that asks TRL's client, as TRL itself does."""
+    answer = trainer.vllm_generation.generate(trainer.processing_class(prompts)["input_ids"], None, 4)
+    logprobs = [[x[0] for x in row] for row in answer[2]]
+    return {"prompt_ids": answer[0], "completion_ids": answer[1], "logprobs": logprobs}
+
+
 def train_with_server(config: dict[str, Any] | None, **options: Any) -> tuple[Run, list[list[int]]]:
     Server.prompts = []
     available = mock.patch.object(vllm_generation, "is_vllm_available", return_value=True)
@@ -154,16 +159,23 @@ def train_with_server(config: dict[str, Any] | None, **options: Any) -> tuple[Ru
     return run, Server.prompts
 
 
+@pytest.mark.parametrize("more", [{}, {"rollout_func": ask_server}])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_one_rank_asks_the_server_once(world: int) -> None:
+def test_one_rank_asks_the_server_once(world: int, more: dict[str, Any]) -> None:
     """Two ranks, or two groups of two, and the correction for what the server samples from."""
-    options = {"max_steps": 1, "beta": 0.1, "vllm_importance_sampling_mode": "token_truncate"}
+    options = {"max_steps": 1, "beta": 0.1, "vllm_importance_sampling_mode": "token_truncate", "more": more}
     alone = train_with_server(None, **options) if world == 2 else run_ranks(2, train_with_server, None, **options)[0]
     runs = run_ranks(world, train_with_server, CONFIG, group=2, **options)
     assert runs[0][1] == alone[1]
     assert not any(prompts for _, prompts in runs[1:])
     for run, _ in runs:
         assert_equal(run, alone[0])
+
+
+def test_refuses_to_ask_the_server_for_more_rows_on_one_rank() -> None:
+    options = {"more": {"rollout_func": ask_server}, "group": 3}
+    with pytest.raises(ringtile.RefusedError, match="8 rows for 3 ranks, which ask vLLM together"):
+        run_ranks(3, train_with_server, {"context_parallel_size": 3}, **options)
 
 
 # ---- rewards ------------------------------------------------------------------------------------
@@ -177,10 +189,11 @@ def counted_reward(completions: list[str], **columns: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
-async def later_reward(completions: list[str], **columns: Any) -> list[float]:
-    await asyncio.sleep(0.01)
-    calls.append("later")
-    return [float(text.count("w5")) for text in completions]
+class Later:
+    async def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+        await asyncio.sleep(0.01)
+        calls.append("later")
+        return [float(text.count("w5")) for text in completions]
 
 
 def reward_model() -> PreTrainedModel:
@@ -198,7 +211,7 @@ def train_rewarded(config: dict[str, Any] | None, **options: Any) -> tuple[Any, 
         lambda module, args, kw: rows.append((*args, kw.get("input_ids"))[0].size(0)), with_kwargs=True
     )
     more = {"reward_processing_classes": [None, None, tiny_tokenizer()]}
-    run = train_rollouts(config, rewards=[counted_reward, later_reward, model], more=more, **options)
+    run = train_rollouts(config, rewards=[counted_reward, functools.partial(Later()), model], more=more, **options)
     return run, list(calls), rows
 
 
@@ -333,15 +346,6 @@ def _failure(options: dict[str, Any]) -> str:
     return "nothing"
 
 
-def tool(word: str) -> str:
-    """Looks up a word.
-
-    Args:
-        word: the word.
-    """
-    return word
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -357,7 +361,7 @@ def test_refuses_rows_that_are_not_whole_groups_of_completions(options: dict[str
 
 def test_refuses_tools() -> None:
     trainer = make_rollouts()
-    trainer.tools = [tool]
+    trainer.tools = [len]
     with pytest.raises(ringtile.RefusedError, match="has tools or environments; expected none"):
         ringtile.enable(trainer, CONFIG)
 
@@ -372,6 +376,4 @@ def test_refuses_answers_that_ranks_do_not_share() -> None:
 
 
 def _uneven_failure() -> str:
-    trainer = make_rollouts(group=2)
-    trainer.rollout_func = _uneven
-    return failure_of(trainer, PROOF)
+    return failure_of(make_rollouts(given=False, more={"rollout_func": _uneven}), PROOF)

@@ -52,7 +52,8 @@ def cell(
 
 CELLS = [
     cell("grpo"),  # "experts" is the same with a router
-    cell("everything", 4, long=False, **BRIEF),
+    # The first rank draws the completions that it prints.
+    cell("everything", 4, long=False, log_completions=True, num_completions_to_print=1, **BRIEF),
     *(cell(f"{loss} with everything", 2, loss_type=loss, **ALL) for loss in ("grpo", "bnpo", "dr_grpo", "dapo")),
     *(cell(f"{loss} with everything", 3, 3, loss_type=loss, **ALL) for loss in ("cispo", "sapo", "vespo", "luspo")),
     cell("importance of sequences", loss_type="grpo", importance_sampling_level="sequence", **ALL),
@@ -66,24 +67,15 @@ CELLS = [
     cell("adaptive entropy", 4, use_adaptive_entropy=True, entropy_coef=0.01, entropy_target=4.5, **TWICE),
     cell("two-sided clipping", delta=1.0005, off_policy_mask_threshold=1e-7, **TWICE),
     cell("unbiased KL", use_bias_correction_kl=True, **ALL),
-    *(
-        cell(
-            "collectives that a subclass's module imports by name", n, long=n > 2, own_class="own_rewards", max_steps=1
-        )
-        for n in (2, 4)
-    ),
+    *(cell("a module's own collectives", n, long=n > 2, own_class="own_rewards", max_steps=1) for n in (2, 4)),
     cell("experts", long=False, max_steps=1, **QWEN3_MOE),
     cell("experts", 4, **QWEN3_MOE, **ALL),
     cell("checkpointing", gradient_checkpointing=True, **ALL),
     cell("one row for two ranks", 2, per_device_train_batch_size=1, gradient_accumulation_steps=4),
-    cell(
-        "fewer rows than ranks", 4, 4, per_device_train_batch_size=1, gradient_accumulation_steps=2, num_generations=2
-    ),
+    cell("few rows", 4, 4, per_device_train_batch_size=1, gradient_accumulation_steps=2, num_generations=2),
     *(cell(f"a hybrid, {family}", family=family, **ALL | SLOWLY) for family in ("qwen3_next", "bamba")),
     cell("RLOO", 3, 3, kind="RLOO", **RLOO),
-    cell(
-        "RLOO of sequences", 4, kind="RLOO", **RLOO | {"normalize_advantages": True, "reward_clip_range": [-0.5, 0.5]}
-    ),
+    cell("RLOO, clipped", 4, kind="RLOO", normalize_advantages=True, reward_clip_range=[-0.5, 0.5], **RLOO),
     cell("RLOO with LoRA", kind="RLOO", lora=True, long=False, **RLOO | {"steps_per_generation": 2, "max_steps": 2}),
     cell("distillation", kind="Distillation", long=False, max_steps=2),
     *(cell(f"distillation with beta {beta}", 4, kind="Distillation", beta=beta) for beta in (0.0, 0.5, 1.0)),

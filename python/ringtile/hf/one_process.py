@@ -128,11 +128,26 @@ class Groups:
     @contextlib.contextmanager
     def as_one_process(self) -> Iterator[None]:
         """Inside, the Trainer and the modules of its class and of its bases see a group as one process."""
-        trainer = self.trainer
-        if self.group.size == 1 or isinstance(trainer.accelerator, OneProcess):
+        if isinstance(self.trainer.accelerator, OneProcess):
             yield
             return
-        patches, one = Patches(), OneProcess(trainer.accelerator, self.group)
+        self._counting = Patches.of(self._count_groups)
+        try:
+            yield
+        finally:
+            self._counting.restore()
+
+    @contextlib.contextmanager
+    def as_ranks(self) -> Iterator[None]:
+        """Inside `as_one_process`, for code that is given the rows of one rank: it sees each rank again."""
+        self._counting.restore()
+        yield
+        self._counting = Patches.of(self._count_groups)
+
+    def _count_groups(self, patches: Patches) -> None:
+        if self.group.size == 1:
+            return
+        trainer, one = self.trainer, OneProcess(self.trainer.accelerator, self.group)
         if self.group.tp_size > 1:  # by which the Trainer divides what it takes for a count of all ranks
             patches.set(trainer, "get_tp_size", lambda: 1)
         vllm = getattr(trainer, "vllm_generation", None)
@@ -143,10 +158,6 @@ class Groups:
             for name, value in list(vars(module).items()):
                 if isinstance(value, FunctionType) and value in COLLECTIVES:
                     patches.set(module, name, one.function(value))
-        try:
-            yield
-        finally:
-            patches.restore()
 
     def in_one_process(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the Trainer's that counts processes."""

@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, Trainer
 
-from ringtile.errors import ConfigError, RefusedError, RingMismatchError
+from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf.batch import ShardedBatch
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.random_states import (
@@ -87,6 +87,7 @@ class LossOnRollouts(LossOnSequences):
             self.hook(teacher)
         self.patches.wrap(trainer, "get_train_dataloader", self.groups.in_one_process)
         self.patches.wrap(trainer, "_prepare_inputs", self._score)
+        self.patches.wrap(trainer, "_generate_and_score_completions", self._share_random_numbers)
         self.patches.wrap(trainer, "_generate_single_turn", self._generate)
         if getattr(trainer, "rollout_func", None) is not None:
             self.patches.wrap(trainer, "rollout_func", self._roll_out)
@@ -95,7 +96,6 @@ class LossOnRollouts(LossOnSequences):
         patches.set(trainer, "_logs", _with_length(trainer._logs, rows))
         if hasattr(trainer, "reward_funcs"):
             patches.set(trainer, "reward_funcs", [self._reward(function) for function in trainer.reward_funcs])
-            self.patches.wrap(trainer, "_calculate_rewards", self._calculate_rewards)
         before = all_random_states()
         set_seed(trainer.args.seed + self.group.data_index)  # as TRL does with the index of a process
         seeded = random_digest()
@@ -106,6 +106,15 @@ class LossOnRollouts(LossOnSequences):
         with self.groups.as_one_process(), self.step(True):
             batch = original(*args, **kwargs)
         self.group.check_same_batch(batch)
+        return batch
+
+    def _share_random_numbers(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Generates; then all ranks go on after what callbacks and reward functions drew on the first."""
+        batch = original(*args, **kwargs)
+        if self.group.size > 1:
+            states = [host_random_states()]
+            dist.broadcast_object_list(states, group_src=0, group=self.group.process_group)
+            set_random_states(states[0])
         return batch
 
     # ---- rows that are dealt --------------------------------------------------------------------
@@ -128,59 +137,50 @@ class LossOnRollouts(LossOnSequences):
             given = _unsplit(trainer, some) if has_images else (some, images, multimodal_fields)
             return self.on_whole_rows(self.base, original, *given, *args, **kwargs)
 
-        if getattr(trainer, "use_vllm", False):
-            if trainer.vllm_mode == "server":  # which one rank of the world asks, for the rows of all
-                return generate(rows)
-            sharing = trainer.vllm_tensor_parallel_size
-            if sharing > 1 and len(prompt_ids) % self.group.size:
-                raise RefusedError(
-                    f"{len(prompt_ids)} rows for {self.group.size} ranks, {sharing} of which share an instance of "
-                    f"vLLM; expected as many rows on each: change per_device_train_batch_size or steps_per_generation"
-                )
+        if getattr(trainer, "use_vllm", False) and trainer.vllm_mode == "server":
+            return generate(rows)  # one rank of the world asks, for the rows of all
         return self._deal(rows, generate)
 
     def _roll_out(self, original: Callable[..., Any], prompts: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The user's function gets the rows of one rank, as it gets those of one process without ringtile."""
-        return self._deal(prompts, lambda rows: self.on_whole_rows(self.base, original, rows, *args, **kwargs))
+        """The user's function gets the rows of one rank, and sees each rank, as in one process without ringtile."""
+        with self.groups.as_ranks():
+            return self._deal(prompts, lambda rows: self.on_whole_rows(self.base, original, rows, *args, **kwargs))
 
     def _deal(self, rows: Sequence[Any], generate: Callable[[Sequence[Any]], Any]) -> Any:
         """Returns what `generate` answers to all rows; each rank asks it about its part of them. A collective.
 
-        Raises RingMismatchError where the ranks hold other rows, or other random numbers.
+        Raises RingMismatchError where the ranks hold other rows; RefusedError where TRL's vLLM takes as many of each.
         """
-        group = self.group
+        group, trainer = self.group, cast(Any, self.trainer)
         if group.size == 1:
             return generate(rows)
-        counts = _counts(len(rows), group.size)
-        first = sum(counts[: group.rank])
-        mine, answer = rows[first : first + counts[group.rank]], None
-        shared = {"rows to generate": _hash(repr(_without_pixels(rows))), "random numbers": _hash(random_digest())}
-        if mine or _gathers_weights(self.trainer):  # a rank without rows helps the others to gather weights
-            of_rank = (*shared.values(), self.trainer.state.global_step, self.base.training, group.rank)
-            with random_numbers_of(_hash(repr(of_rank))):
-                answer = generate(mine or rows[:1])
+        in_one = trainer.args.vllm_mode == "server" or trainer.args.vllm_tensor_parallel_size > 1
+        if trainer.args.use_vllm and in_one and len(rows) % group.size:
+            raise RefusedError(
+                f"{len(rows)} rows for {group.size} ranks, which ask vLLM together; expected as many for each: change "
+                f"per_device_train_batch_size or steps_per_generation"
+            )
+        (counts, mine), answer, op = self._dealt(len(rows)), None, "the rows to generate"
+        shared, transport = _hash(repr(_without_pixels(rows))), transport_of(group.process_group)
+        plugin = trainer.accelerator.state.deepspeed_plugin
+        gathers = isinstance(trainer.model, FSDPModule) or (plugin is not None and plugin.zero_stage == 3)
+        if rows[mine] or gathers:  # a rank without rows helps the others to gather weights
+            of_rank = (shared, random_digest(), trainer.state.global_step, self.base.training, group.rank)
+            with transport.propagate_errors(op), random_numbers_of(_hash(repr(of_rank))):
+                answer = generate(rows[mine] or rows[:1])
         held: list[Any] = [None] * group.size
-        dist.all_gather_object(held, (shared, answer), group=group.process_group)
-        for rank, (theirs, _) in enumerate(held):
-            for what, expected in held[0][0].items():
-                if theirs[what] != expected:
-                    raise RingMismatchError(
-                        f"ranks {group.world_rank(0)} and {group.world_rank(rank)} share a sequence but not the {what}:"
-                        f" the hash is {expected:08x} and {theirs[what]:08x}; expected the same on every rank of a "
-                        f"context-parallel group (same seed and data, nothing drawn on one of its ranks alone)"
-                    )
-        return _joined([answer for (_, answer), count in zip(held, counts, strict=True) if count], counts)
+        with transport.agree(op, {}, data=shared):
+            pass
+        dist.all_gather_object(held, answer, group=group.process_group)
+        return _joined([answer for answer, count in zip(held, counts, strict=True) if count], counts)
+
+    def _dealt(self, rows: int) -> tuple[list[int], slice]:
+        """How many rows each rank gets: as many as another, or one more; and which this one gets."""
+        counts = [rows // self.group.size + (rank < rows % self.group.size) for rank in range(self.group.size)]
+        first = sum(counts[: self.group.rank])
+        return counts, slice(first, first + counts[self.group.rank])
 
     # ---- rewards --------------------------------------------------------------------------------
-
-    def _calculate_rewards(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Rewards, and, on all ranks, the random numbers that go on after what functions drew on the first."""
-        rewards = original(*args, **kwargs)
-        if self.group.size > 1:
-            states = [host_random_states()]
-            dist.broadcast_object_list(states, group_src=0, group=self.group.process_group)
-            set_random_states(states[0])
-        return rewards
 
     def _reward(self, function: Any) -> Any:
         """A reward model that scores this rank's rows; a function that runs on the first rank of a group, which alone
@@ -190,7 +190,8 @@ class LossOnRollouts(LossOnSequences):
         if isinstance(function, nn.Module) or self.group.size == 1:
             return function
         first = self.group.rank == 0
-        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        called = function.func if isinstance(function, functools.partial) else function
+        if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__):
 
             async def nothing(prompts: Sequence[Any], **kwargs: Any) -> list[float]:
                 return [0.0] * len(prompts)
@@ -212,9 +213,8 @@ class LossOnRollouts(LossOnSequences):
 
     def _score_rows(self, original: Callable[..., Any], **inputs: Tensor) -> Any:
         """The reward model on the rows of this rank, and the logits of all rows of the group."""
-        counts = _counts(next(iter(inputs.values())).size(0), self.group.size)
-        first = sum(counts[: self.group.rank])
-        rows = slice(first, first + counts[self.group.rank]) if counts[self.group.rank] else slice(0, 1)
+        counts, mine = self._dealt(next(iter(inputs.values())).size(0))
+        rows = mine if counts[self.group.rank] else slice(0, 1)
         with self.step(False):
             output = original(**{name: value[rows] for name, value in inputs.items()})
         most = output.logits.new_zeros(max(counts), *output.logits.shape[1:])
@@ -225,17 +225,6 @@ class LossOnRollouts(LossOnSequences):
         return output
 
 
-def _counts(rows: int, size: int) -> list[int]:
-    """How many rows each rank gets: as many as another, or one more."""
-    return [rows // size + (rank < rows % size) for rank in range(size)]
-
-
-def _gathers_weights(trainer: Trainer) -> bool:
-    """Whether a rank holds but a part of the weights."""
-    plugin = trainer.accelerator.state.deepspeed_plugin
-    return isinstance(trainer.model, FSDPModule) or (plugin is not None and plugin.zero_stage == 3)
-
-
 def _rows(trainer: Any, prompt_ids: Sequence[Any], images: Any, fields: Mapping[str, Any]) -> list[Any]:
     """Of each row to generate its prompt, its images, and its part of what the processor has made of all.
 
@@ -243,7 +232,8 @@ def _rows(trainer: Any, prompt_ids: Sequence[Any], images: Any, fields: Mapping[
     """
     counts = [len(of_row or ()) for of_row in images or [()] * len(prompt_ids)]
     lengths = [len(ids) for ids in prompt_ids]
-    fields = {name: x if _is_of_tokens(x, lengths) else _tensor(x) for name, x in fields.items()}
+    kept = {name for name, x in fields.items() if isinstance(x, Tensor) or _is_of_tokens(x, lengths)}
+    fields = {name: x if name in kept else torch.tensor(np.array(x)) for name, x in fields.items()}  # as TRL does
     pixels = fields.get("pixel_values")
     in_rows = isinstance(pixels, Tensor) and pixels.dim() == 5 and pixels.size(0) == len(counts)
     in_tiles = "image_grid_thw" not in fields and not in_rows and pixels is not None and len(pixels) != sum(counts)
@@ -268,11 +258,6 @@ def _rows(trainer: Any, prompt_ids: Sequence[Any], images: Any, fields: Mapping[
 def _is_of_tokens(value: Any, lengths: Sequence[int]) -> bool:
     """Whether it is a list with an entry for each token of each row."""
     return isinstance(value, list) and [len(x) if isinstance(x, list) else -1 for x in value] == [*lengths]
-
-
-def _tensor(value: Any) -> Tensor:
-    """As TRL makes it of what processors return without tensors."""
-    return value if isinstance(value, Tensor) else torch.tensor(np.array(value))
 
 
 def _unsplit(trainer: Any, rows: Sequence[Any]) -> tuple[list[Any], Any, dict[str, Any]]:
