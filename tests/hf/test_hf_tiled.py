@@ -218,7 +218,8 @@ def oracle_loss(monkeypatch):
 @pytest.mark.usefixtures("oracle_loss")
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    ("family", "keywords"), [("llama", "labels"), ("qwen3", "num_items"), ("mistral-sliding", "shift_labels")]
+    ("family", "keywords"),
+    [("llama", "labels"), ("opt", "labels"), ("qwen3", "num_items"), ("mistral-sliding", "shift_labels")],
 )
 def test_tiled_loss_changes_no_gradient(family, keywords, tied) -> None:
     model = double_model(family, tie_word_embeddings=tied)

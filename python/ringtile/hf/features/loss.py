@@ -63,6 +63,9 @@ class TiledLogits:
         """Returns self: the loss is computed in float32 anyway."""
         return self
 
+    def contiguous(self) -> TiledLogits:
+        return self
+
     def to(self, dtype: torch.dtype) -> TiledLogits:
         """Returns self for the dtype of the loss; RefusedError for any other."""
         if dtype != state_dtype(self.dtype):
