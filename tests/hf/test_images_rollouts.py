@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hf_rollouts import train_rollouts
@@ -84,7 +85,7 @@ def test_rows_are_parted_and_joined(pixels: dict[str, Any]) -> None:
     of_rows = rollouts._rows(trainer(), PROMPTS, IMAGES, pixels | TYPES)
     ids, images, fields = rollouts._unsplit(trainer(), of_rows)
     assert (ids, images, fields["mm_token_type_ids"]) == (PROMPTS, IMAGES, TYPES["mm_token_type_ids"])
-    whole = {name: rollouts._tensor(x) for name, x in pixels.items()}
+    whole = {name: x if isinstance(x, torch.Tensor) else torch.tensor(np.array(x)) for name, x in pixels.items()}
     assert all(torch.equal(fields[name], x) for name, x in whole.items())
     first, last = (rollouts._unsplit(trainer(), part)[2] for part in (of_rows[:2], of_rows[2:]))
     assert all(torch.equal(torch.cat([first[name], last[name]]), x) for name, x in whole.items())
