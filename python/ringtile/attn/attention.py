@@ -130,7 +130,7 @@ def attention(
         check_types(mask)
     seq_len = q.shape[1] if q.dim() > 1 else 1
     given: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
-    if torch.compiler.is_compiling():  # which traces no mask or layout while it is made
+    if torch.compiler.is_compiling() or not is_plain(q):  # what traces makes no mask or layout
         given["sequence"] = SequenceTensors.of_one_rank(seq_len, mask, bool(is_causal))
     else:
         given["mask"] = mask = mask or _mask_of(seq_len, bool(is_causal))
@@ -266,9 +266,9 @@ class SequenceTensors(NamedTuple):
     def of_one_rank(cls, seq_len: int, mask: IntervalMask | None, is_causal: bool) -> SequenceTensors:
         """Of the mask, or, where it is None, of one of so many tokens, which may be a symbol of torch.compile's."""
         end = torch.arange(1, seq_len + 1, dtype=torch.int32, device="cpu")[None]
-        begin = torch.zeros_like(end)
-        bounds = (begin, end if is_causal else begin + seq_len) if mask is None else mask.bounds
-        return cls(*bounds, torch.tensor([[0, 0, 1, 0, bounds[0].size(-1)]], dtype=torch.int64, device="cpu"))
+        bounds = (0 * end, end if is_causal else 0 * end + seq_len) if mask is None else mask.bounds
+        runs = torch.tensor([[[0, 0, 1, 0, 0]], [[0, 0, 0, 0, 1]]], dtype=torch.int64, device="cpu")
+        return cls(*bounds, runs[0] + runs[1] * bounds[0].size(-1))
 
 
 def attend_through_op(
