@@ -39,6 +39,8 @@ from transformers import (
 
 TILED = {"tiled_mlp": True, "tiled_norm": True, "tiled_loss": True, "tile_tokens": 5}
 ALONE = {"context_parallel_size": 1}
+LOSS_IN_TILES = {"tiled_loss": True, "tile_tokens": 5}
+OWN_AVERAGE = {"average_tokens_across_devices": False}
 EVERY_NUMBER = {"evaluate": True}  # evaluation and prediction too
 # The last of an epoch holds 2 rows.
 LAST_BATCHES = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 4}
@@ -91,14 +93,8 @@ TRAINER = [
         {"collator": Padded("left"), "late_targets": True},
         {"layout": "contiguous"},
     ),
-    Cell("steps without targets, tiled", WITHOUT_TARGETS, {"tiled_loss": True, "tile_tokens": 5}),
-    Cell(
-        "steps without targets, tiled, one rank",
-        WITHOUT_TARGETS,
-        ALONE | {"tiled_loss": True, "tile_tokens": 5},
-        world=1,
-        long=True,
-    ),
+    Cell("steps without targets, tiled", WITHOUT_TARGETS, LOSS_IN_TILES),
+    Cell("steps without targets, tiled, one rank", WITHOUT_TARGETS, ALONE | LOSS_IN_TILES, world=1, long=True),
     Cell("learned positions", {"family": "opt", "collator": Padded("left"), "evaluate": True}),
     Cell("keywords dropped in checkpoints", {"family": "stablelm", "gradient_checkpointing": True}),
     Cell("documents named for flash attention", {"collator": packed_with_seq_idx}, {"layout": "per_document"}),
@@ -128,7 +124,7 @@ TRAINER = [
         {"collator": drawing_collator, "evaluate_first": True, "eval_on_start": True},
     ),
     Cell("tiles in one process", {}, TILED | ALONE, world=1),
-    Cell("own token average, balanced", {"average_tokens_across_devices": False}, {"layout": "balanced"}, long=True),
+    Cell("own token average, balanced", OWN_AVERAGE, {"layout": "balanced"}, long=True),
     Cell("RoPE that grows", {"family": "llama-dynamic", **EVERY_NUMBER}, long=True),  # test_hf_attention has logits
     Cell("a torch stream", {"stream": True, "gradient_accumulation_steps": 1}, long=True),
 ]
@@ -184,10 +180,7 @@ ENGINES = [
             dict,
             long=True,
         )
-        for what, more in {
-            "own counts": {"trainer_class": Counting},
-            "own token average": {"average_tokens_across_devices": False},
-        }.items()
+        for what, more in {"own counts": {"trainer_class": Counting}, "own token average": OWN_AVERAGE}.items()
     ),
     # transformers says of it that it supports no context parallelism.
     mesh(4, True, "mistral-sliding", dp_shard_size=2, cp_size=2),
@@ -257,13 +250,9 @@ LOSSES = [
     Cell("twice the loss", {"trainer_class": TwiceTheLoss, **EVERY_NUMBER}, long=True),
     Cell("a sum over items that is not averaged", {"trainer_class": SumOverItems, **EVERY_NUMBER}, long=True),
     Cell("a mean of smoothed means", {"trainer_class": MeanPerBatch, "label_smoothing_factor": 0.1}, long=True),
-    Cell(
-        "a mean of means, own token average",
-        {"trainer_class": MeanPerBatch, "average_tokens_across_devices": False},
-        long=True,
-    ),
+    Cell("a mean of means, own token average", {"trainer_class": MeanPerBatch, **OWN_AVERAGE}, long=True),
     Cell("a mean of means, two groups", {"trainer_class": MeanPerBatch}, world=4, processes=2, long=True),
-    Cell("a loss function, own token average", {**SQUARED, "average_tokens_across_devices": False}, long=True),
+    Cell("a loss function, own token average", {**SQUARED, **OWN_AVERAGE}, long=True),
     Cell(
         "a loss function of one batch",
         {**SQUARED, "trainer_arguments": {"compute_loss_func": mean_of_logits}},
@@ -284,6 +273,11 @@ def of_rows(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 def completions() -> dict[str, Any]:
     return of_rows([{"prompt": row["prompt"], "completion": row["chosen"]} for row in make_pairs(16)])
+
+
+def last_targets() -> dict[str, Any]:
+    rows = [{**row, "labels": [-100] * (len(row["labels"]) - 1) + row["labels"][-1:]} for row in make_rows(9)]
+    return of_rows(rows, **{**WITHOUT_TARGETS, **OWN_AVERAGE, "learning_rate": 0.01})
 
 
 def with_reference(**more: Any) -> dict[str, Any]:
@@ -308,15 +302,13 @@ def dpo(what: str, long: bool = True, **options: Any) -> Cell:
 TRL = [
     Cell("SFT without padding", {**SFT, "padding_free": True, "max_length": None}, long=True),
     Cell(
-        "SFT, documents split",
-        {**SFT, "packing": True, "packing_strategy": "bfd_split", "max_length": 16},
-        long=True,
+        "SFT, documents split", {**SFT, "packing": True, "packing_strategy": "bfd_split", "max_length": 16}, long=True
     ),
     Cell(
         "SFT, documents wrapped", {**SFT, "packing": True, "packing_strategy": "wrapped", "max_length": 32}, long=True
     ),
     Cell("SFT, padded to a multiple", {**SFT, "pad_to_multiple_of": 8}, long=True),
-    Cell("SFT, dft", {**SFT, "loss_type": "dft"}, long=True),
+    Cell("SFT of one target a step, own token average", {**SFT, "evaluate_first": True}, made=last_targets),
     Cell("SFT on completions", SFT, made=completions, long=True),
     dpo("of two losses", loss_type=["ipo", "sft"], loss_weights=[0.7, 0.3]),
     dpo("sigmoid", loss_type=["sigmoid"]),
@@ -454,7 +446,7 @@ EXPERTS = [
     Cell("balancing loss that SFT logs", {**SFT, **BALANCED, "evaluate_first": True}, long=True),
     # test_hf_logged.py has its log on two groups.
     Cell("SFT of qwen3-moe, whose head is TRL's", {**SFT, "family": "qwen3-moe"}, long=True),
-    Cell("balancing loss, own token average", {**BALANCED, "average_tokens_across_devices": False}, long=True),
+    Cell("balancing loss, own token average", {**BALANCED, **OWN_AVERAGE}, long=True),
     Cell(
         "balancing loss of full sequences, two groups",
         {**BATCHES, "trainer_class": OwnLoss},

@@ -89,21 +89,22 @@ class LossOnShards(ShardedLoss):
             )
         # As one process, on the whole batch, or as one of the ranks that share it.
         ways = 1 if runs_whole() else self.group.size
-        if num_items_in_batch is not None and not self._trainer_scales():  # this rank's part of the count, not rounded
-            num_items_in_batch = num_items_in_batch / ways
+        if num_items_in_batch is not None and not self._counts_all():
+            num_items_in_batch = num_items_in_batch * self._trainer_factor(ways) / ways
         with self._sharded(inputs) as (local, batch), contextlib.ExitStack() as stack:
             if ways < self.group.size:
                 stack.enter_context(self.groups.as_one_process())
             if batch is not None:
                 batch.mean_share = self._mean_share(num_items_in_batch is not None, ways)
+            stack.callback((for_call := Patches()).restore)
+            # Of all devices: SFTTrainer would raise to 1 what a shard has of a small count.
+            for_call.set(self.trainer.args, "average_tokens_across_devices", True)
             if batch is not None and num_items_in_batch is None and batch.num_targets is not None:
                 num_items_in_batch = batch.num_targets * self._trainer_factor(ways) / ways
                 if not self.trainer.model_accepts_loss_kwargs:  # the Trainer hands the model no count: add it here
                     local["num_items_in_batch"] = num_items_in_batch
                 # Given a count, SFTTrainer divides its balancing loss by the steps of the last accumulation.
-                one_step = Patches()
-                stack.callback(one_step.restore)
-                one_step.set(self.trainer, "current_gradient_accumulation_steps", 1)
+                for_call.set(self.trainer, "current_gradient_accumulation_steps", 1)
             found = original(model, local, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
             loss, *outputs = found if return_outputs else (found,)
             if ways > 1:
@@ -114,9 +115,9 @@ class LossOnShards(ShardedLoss):
     def _trainer_factor(self, ways: int) -> int:
         """What the Trainer multiplies a loss by that was divided by a number of items: by how many different batches
         there are, times the `ways` in which each is shared."""
-        return self.group.data_size * ways if self._trainer_scales() else 1
+        return self.group.data_size * ways if self.trainer.model_accepts_loss_kwargs else 1
 
-    def _trainer_scales(self) -> bool:
+    def _counts_all(self) -> bool:
         """Whether the Trainer counts items over all devices, and multiplies the loss by their number."""
         return bool(self.trainer.args.average_tokens_across_devices and self.trainer.model_accepts_loss_kwargs)
 
@@ -126,8 +127,7 @@ class LossOnShards(ShardedLoss):
         With one process per batch, the Trainer would multiply the loss by their number where items were counted over
         all devices, and by 1 elsewhere; here it multiplies by the number of ranks.
         """
-        factor = self._trainer_factor(ways)
-        return (self.group.data_size if num_items_given and factor > 1 else 1) / factor
+        return (self.group.data_size if num_items_given and self._counts_all() else 1) / self._trainer_factor(ways)
 
     def _smooth_labels(self, original: Callable[..., Any], outputs: Any, labels: Tensor, /, **kwargs: Any) -> Any:
         """The original without its shift: the labels were shifted before they were sharded.
@@ -162,7 +162,7 @@ class LossOnShards(ShardedLoss):
                 )
         # With labels the original calls compute_loss, which shards; without, it calls the model.
         with contextlib.nullcontext((inputs, None)) if labels_given else self._sharded(inputs) as (local, _):
-            self.counts_ranks = self._trainer_scales() and not accelerate_knows_groups(self.trainer.accelerator)
+            self.counts_ranks = self._counts_all() and not accelerate_knows_groups(self.trainer.accelerator)
             loss, logits, labels = original(model, local, prediction_loss_only, ignore_keys=ignore_keys)
         batch = self.last_batch
         if batch is None:
