@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import operations, recursively_apply
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import active_batch
@@ -102,6 +102,12 @@ class OneProcess:
         return recursively_apply(lambda x: over.get(reduction, torch.sum)(self.gather(x[None]), dim=0), tensor)
 
 
+class OneState(OneProcess):
+    """The same of the PartialState that a Trainer's arguments count by. Who writes files stays one rank."""
+
+    process_index = property(lambda self: self._accelerator.process_index)
+
+
 # ---- a Trainer -----------------------------------------------------------------------------------
 
 
@@ -117,9 +123,9 @@ class Groups:
         self.patches.wrap(trainer, "evaluation_loop", self._evaluation_loop)
         self.patches.wrap(accelerator, "gather_for_metrics", self._gather_for_metrics)
         if trainer.args.include_num_input_tokens_seen != "no":
-            self.patches.wrap(trainer, "_track_num_input_tokens", self._track_num_input_tokens)
+            self.patches.wrap(trainer, "_track_num_input_tokens", self.in_one_process)
         self.patches.wrap(trainer, "get_batch_samples", self.in_one_process)
-        self.patches.wrap(trainer, "get_total_train_batch_size", self._get_total_train_batch_size)
+        self.patches.wrap(trainer, "get_total_train_batch_size", self.in_one_process)
         self.patches.wrap(accelerator, "prepare_data_loader", self._prepare_data_loader)
         if accelerate_knows_groups(accelerator):
             self.patches.set(accelerator, "_prepare_cp", self._prepare_cp)
@@ -148,6 +154,7 @@ class Groups:
         if self.group.size == 1:
             return
         trainer, one = self.trainer, OneProcess(self.trainer.accelerator, self.group)
+        patches.set(trainer.args, "distributed_state", OneState(trainer.args.distributed_state, self.group))
         if self.group.tp_size > 1:  # by which the Trainer divides what it takes for a count of all ranks
             patches.set(trainer, "get_tp_size", lambda: 1)
         vllm = getattr(trainer, "vllm_generation", None)
@@ -235,17 +242,6 @@ class Groups:
             del bare._is_accelerate_prepared
             if (original := vars(bare).pop("_original_forward", None)) is not None:  # mixed precision has wrapped it
                 bare.forward = original
-
-    def _track_num_input_tokens(self, original: Callable[..., Any], inputs: dict[str, Any]) -> None:
-        before = self.trainer.state.num_input_tokens_seen
-        original(inputs)
-        counted = self.trainer.state.num_input_tokens_seen - before
-        self.trainer.state.num_input_tokens_seen = before + counted // self.group.copies
-
-    def _get_total_train_batch_size(self, original: Callable[..., Any], args: TrainingArguments) -> int:
-        with self.as_one_process():
-            rows: int = original(args) // self.group.copies
-        return rows
 
 
 def one_copy(data: Any, copies: int) -> Any:
