@@ -145,6 +145,11 @@ class Parts(OwnMean):
         return of_tokens(inner.lm_head(inner.model(**inputs).last_hidden_state), labels)
 
 
+class Bare(OwnMean):
+    def compute_loss(self, model, *args, **kwargs):
+        return super().compute_loss(self.model, *args, **kwargs)
+
+
 def _replaced_loss(trainer):
     trainer.compute_loss = lambda model, inputs, **kwargs: model(**inputs).loss
 
@@ -164,7 +169,8 @@ def _set_loss_of_the_model(trainer):
 AFTER = {
     "loss_function": (Trainer, _set_loss_of_the_model, "the loss is"),
     "parts": (Parts, lambda trainer: None, "calls its argument `model`, not a part of it"),
-    "compute_loss": (Trainer, _replaced_loss, "expected a compute_loss that was set before ringtile.enable"),
+    "past its engine": (Bare, lambda trainer: None, "nor self.model"),
+    "compute_loss": (Trainer, _replaced_loss, "expected a compute_loss set before ringtile.enable"),
     "compute_loss_func": (Trainer, _set_loss_function, "the loss is"),
     "attention": (Trainer, _set_attention, "self_attn (LlamaAttention) fails on a shard of the first batch"),
 }

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ringtile import keep
@@ -127,17 +128,19 @@ class ShardedLoss(abc.ABC):
     def _around_step(self, model: nn.Module, inputs: dict[str, Any]) -> Iterator[None]:
         """Around the loss and the backward of a batch, of whose operations the ranks that share it count a part each.
 
-        RefusedError: the first batch of the training was not sharded, so that each rank computed whole rows.
+        RefusedError: the first batch of the training was not sharded, or DDP not called, which averages the gradients.
         """
-        before = self.sharding.num_batches
-        yield
+        before, calls = self.sharding.num_batches, list[None]()
+        watched = isinstance(model, DistributedDataParallel) and not self.shards_steps
+        with model.register_forward_pre_hook(lambda *_: calls.append(None)) if watched else contextlib.nullcontext():
+            yield
         if not model.training:
             return
-        if not self.shards_steps and self.sharding.num_batches == before:
+        if not self.shards_steps and (self.sharding.num_batches == before or (watched and not calls)):
             raise RefusedError(
                 f"the loss of {type(self.trainer).__name__} in the first training step did not call the model that "
-                f"ringtile shards, so that each rank computed whole rows; expected a compute_loss that was set before "
-                f"ringtile.enable, and that calls its argument `model`, not a part of it (model.model, model.lm_head)"
+                f"ringtile shards, or not by its engine; expected a compute_loss set before ringtile.enable, "
+                f"that calls its argument `model`, not a part of it (model.model, model.lm_head) nor self.model"
             )
         self.shards_steps = True
         counted_again = self.trainer.floating_point_ops(inputs) * (1 - 1 / self.group.copies)
