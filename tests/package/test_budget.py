@@ -19,7 +19,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "python/ringtile/attn": (10, 2232),
     "python/ringtile/cli": (14, 2130),
     "python/ringtile/first_batch": (8, 1128),
-    "python/ringtile/hf": (45, 8430),
+    "python/ringtile/hf": (45, 8438),
     "python/ringtile/planner": (16, 2440),
     "python/ringtile/recurrent": (15, 2582),
     "python/ringtile/self_test": (3, 587),
