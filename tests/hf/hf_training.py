@@ -233,10 +233,11 @@ def make_trainer(
         extra = {"processing_class": tiny_tokenizer(), **(trainer_arguments or {})}
     else:
         training_arguments = arguments_class(folder, **settings)
+    given = (train_rows, eval_rows)
     return trainer_class(
         model=model,
         args=training_arguments,
-        **{"train_dataset": Stream(train_rows) if stream else train_rows, "eval_dataset": eval_rows, **extra},
+        **dict(zip(("train_dataset", "eval_dataset"), map(Stream, given) if stream else given, strict=True)) | extra,
     )
 
 

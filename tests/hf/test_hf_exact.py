@@ -126,7 +126,7 @@ TRAINER = [
     Cell("tiles in one process", {}, TILED | ALONE, world=1),
     Cell("own token average, balanced", OWN_AVERAGE, {"layout": "balanced"}, long=True),
     Cell("RoPE that grows", {"family": "llama-dynamic", **EVERY_NUMBER}, long=True),  # test_hf_attention has logits
-    Cell("a torch stream", {"stream": True, "gradient_accumulation_steps": 1}, long=True),
+    Cell("a torch stream", {"stream": True, "gradient_accumulation_steps": 1, "evaluate_first": True}),
 ]
 
 # ---- engines ------------------------------------------------------------------------------------

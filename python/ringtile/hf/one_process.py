@@ -22,6 +22,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import operations, recursively_apply
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.trainer_pt_utils import find_batch_size
 
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import active_batch
@@ -117,10 +118,12 @@ class Groups:
     def __init__(self, trainer: Trainer, group: ContextParallelGroup, patches: Patches) -> None:
         self.trainer, self.group, self.patches = trainer, group, patches
         self.accelerator = trainer.accelerator  # which stands for the trainer's inside a loss of its own
+        self._evaluated_rows = -1  # of the last batch of an evaluation
 
     def install(self) -> None:
         trainer, accelerator = self.trainer, self.accelerator
         self.patches.wrap(trainer, "evaluation_loop", self._evaluation_loop)
+        self.patches.wrap(trainer, "prediction_step", self._prediction_step)
         self.patches.wrap(accelerator, "gather_for_metrics", self._gather_for_metrics)
         if trainer.args.include_num_input_tokens_seen != "no":
             self.patches.wrap(trainer, "_track_num_input_tokens", self.in_one_process)
@@ -209,9 +212,11 @@ class Groups:
         if not all_there:
             found = one_copy(found, group.tp_size if in_parts else group.copies)
         state = self.accelerator.gradient_state
-        if not state.end_of_dataloader or state.remainder <= 0:
+        # A stream does not say how many rows are left. In one process accelerate counts those of its last batch.
+        left = self._evaluated_rows if state.remainder < 0 and group.data_size == 1 else state.remainder
+        if not state.end_of_dataloader or left <= 0:
             return found
-        kept = state.remainder * (group.size if in_parts else 1)
+        kept = left * (group.size if in_parts else 1)
         return recursively_apply(lambda rows: rows[:kept], found)
 
     def _prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -230,8 +235,12 @@ class Groups:
             )
             return output._replace(metrics=metrics)
         finally:
-            trainer.gather_function = previous
+            trainer.gather_function, self._evaluated_rows = previous, -1
             self._forget_bare_model(prepared)
+
+    def _prediction_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self._evaluated_rows = find_batch_size(inputs) or -1  # type: ignore[no-untyped-call]
+        return original(model, inputs, *args, **kwargs)
 
     def _forget_bare_model(self, prepared: list[nn.Module]) -> None:
         """Lets train() prepare the model again. Before training, accelerate prepares it for evaluation only and then
