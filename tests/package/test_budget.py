@@ -28,7 +28,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "python/ringtile/tiled": (12, 2235),
     "python/ringtile/torch_context_parallel": (12, 2215),
     "python/ringtile/transport": (8, 1971),
-    "tools": (28, 3760),
+    "tools": (28, 3762),
     "tests": (9, 1149),
     "tests/bench": (4, 680),
     "tests/attn": (26, 5643),
@@ -44,7 +44,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/sequence": (8, 1735),
     "tests/stream": (5, 1227),
     "tests/tiled": (9, 2292),
-    "tests/tools": (2, 298),
+    "tests/tools": (2, 299),
     "tests/torch_cp": (14, 3451),
     "tests/transport": (9, 1888),
 }
