@@ -113,10 +113,14 @@ def _decide(
     errors = [str(result) for result in results if isinstance(result, BaseException)]
     refusals = [result for result in results if isinstance(result, dict) and "refused" in result]
     if refusals and not errors:
-        return row | {"verdict": "refused", "class": refusals[0]["class"], "reason": refusals[0]["refused"]}
+        row |= {"verdict": "refused", "class": refusals[0]["class"], "reason": refusals[0]["refused"]}
+        if "fails in one process" not in row["reason"]:
+            return row
     (expected,) = alone.call(train, source, None, dtype, seconds=SECONDS)
     if isinstance(expected, BaseException):
-        return row | {"verdict": "untried", "reason": str(expected)}
+        return {"type": name, "dtype": str(dtype), "verdict": "untried", "reason": str(expected)}
+    if "verdict" in row:
+        return row
     if errors:
         return row | {"verdict": "failed", "class": expected["class"], "reason": " | ".join(errors)}
     difference = max((differences(result, expected) for result in results), key=lambda each: max(each.values()))
