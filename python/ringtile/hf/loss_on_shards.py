@@ -118,7 +118,7 @@ class LossOnShards(ShardedLoss):
         return self.group.data_size * ways if self.trainer.model_accepts_loss_kwargs else 1
 
     def _counts_all(self) -> bool:
-        """Whether the Trainer counts items over all devices, and multiplies the loss by their number."""
+        """Whether a count that the Trainer gives is of all devices; else it is of one batch."""
         return bool(self.trainer.args.average_tokens_across_devices and self.trainer.model_accepts_loss_kwargs)
 
     def _mean_share(self, num_items_given: bool, ways: int) -> float:
