@@ -7,16 +7,18 @@ function that gets the empty mask without an active batch knows that it has a sh
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ringtile import keep
 from ringtile.attn.attention import ring_attention
@@ -47,11 +49,51 @@ _COMPUTED = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux
 WITHOUT_EFFECT = DOCUMENTS - {"attention_mask"} | LOSS | OUTPUT | {"deterministic"}
 _KNOWN = _COMPUTED | WITHOUT_EFFECT
 
+# The modules of transformers that define the functions in whose place ringtile's may stand.
+_REPLACED = {
+    "transformers.masking_utils",
+    *(f"transformers.integrations.{name}_attention" for name in ("sdpa", "flash", "flex")),
+    *(f"transformers.integrations.{name}_paged" for name in ("sdpa", "flash", "eager")),
+}
+DECLARED = "ringtile_computes_sdpa"  # the attribute of a user's attention function that says so
+
 
 def register() -> None:
     """Makes "ringtile" a valid attention implementation of every transformers model. Adds a name, replaces nothing."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
+
+
+def refuse_own_functions(modules: Iterable[nn.Module]) -> None:
+    """RefusedError: the configuration of a module names an attention or mask function that is a user's, which the ring
+    does not compute. One that has the attribute DECLARED may be replaced."""
+    for module in modules:
+        name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        defined = vars(sys.modules.get(type(module).__module__, sys))
+        own = defined.get("ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS).get(name)
+        if own is None and name == "eager" and type(module).__module__.startswith("transformers."):
+            own = defined.get("eager_attention_forward")
+        for kind, function in (("attention", own), ("mask", ALL_MASK_ATTENTION_FUNCTIONS.get(name))):
+            if function is not None and not is_replaceable(function):
+                raise RefusedError(
+                    f"{type(module).__name__} has attn_implementation {name!r}, whose {kind} function "
+                    f"{shown_function(function)} is none of transformers' own: ringtile would compute another one in "
+                    f"its place. Expected sdpa, eager, flash_attention_*, flex_attention, or a function that computes "
+                    f"what sdpa does and says so, by an attribute {DECLARED} = True: it is replaced, and not called"
+                )
+
+
+def is_replaceable(function: Any) -> bool:
+    """Whether an attention or mask function is transformers' own, or is declared to compute what sdpa does."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    # By where its code is: functools.wraps copies the name of the module.
+    home = getattr(function, "__globals__", {}).get("__name__", "")
+    return home in _REPLACED or home.startswith("transformers.models.") or bool(getattr(function, DECLARED, False))
+
+
+def shown_function(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
 
 def hide_attention_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -238,12 +280,6 @@ def attention_mask(**kwargs: Any) -> Tensor | None:
 def _needs_eager(config: Any) -> bool:
     """Whether the model has softcap or sinks, which scaled_dot_product_attention cannot compute."""
     return getattr(config, "attn_logit_softcapping", None) is not None or config.model_type in EAGER_SINKS
-
-
-def attends_whole(model: PreTrainedModel) -> bool:
-    """Whether transformers' own attention, on a batch that is not sharded, leaves nothing of this model out."""
-    has_sinks = any(isinstance(getattr(module, "sinks", None), Tensor) for module in model.modules())
-    return not has_sinks or model.config.get_text_config().model_type in EAGER_SINKS
 
 
 def transformers_attention(

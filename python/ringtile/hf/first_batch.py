@@ -24,7 +24,7 @@ from ringtile.first_batch.run import LossRun, record
 from ringtile.first_batch.trace import Trace, running_trace
 from ringtile.first_batch.unchanged import Unchanged, without_checkpoints
 from ringtile.hf.keys import key_of_tree
-from ringtile.hf.model import inside_engine
+from ringtile.hf.model import inside_engine, own_attention
 from ringtile.hf.peers import of_a_collective
 from ringtile.tiled.tiles import at_most
 from ringtile.transport.groups import transport_of
@@ -154,7 +154,8 @@ class FirstBatch:
                 copies = {  # that a forward pass may write, without the graph that made them
                     name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in cut.items()
                 }
-                return record(lambda: loss_of(model, copies), paths, within, **options)
+                with own_attention(loss.base) if whole else contextlib.nullcontext():
+                    return record(lambda: loss_of(model, copies), paths, within, **options)
             except Exception as error:
                 if isinstance(error, RingtileError | torch.OutOfMemoryError) or of_a_collective(error):
                     raise

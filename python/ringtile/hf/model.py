@@ -201,6 +201,7 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
     model = base_model(wrapped)
     if model in _own_attention:
         raise RefusedError("another Trainer is enabled on this model; expected one: call ringtile.restore on the other")
+    attention.refuse_own_functions(module for _, module in text_modules(model))
     attention.register()
     # On the outermost module: adapters call the inner module's forward, which skips its hooks.
     patches.on_restore(wrapped.register_forward_pre_hook(attention.hide_attention_mask, with_kwargs=True).remove)
@@ -221,7 +222,7 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
 
     patches.on_restore(restore)
     _own_attention[model] = previous
-    _set_attention(model)
+    set_attention(model)
     attention.leave_temperature(model, patches)
     if model.config.get_text_config()._attn_implementation != attention.NAME:
         raise RefusedError(
@@ -232,15 +233,16 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
 
 @contextlib.contextmanager
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, a switched model attends as it did before: to generate, which may need a function for its cache."""
+    """Inside, a switched model attends as its user said: in the run of one process that a proof compares with, and to
+    generate, which may need a function for its cache."""
     model.set_attn_implementation(_own_attention[model])
     try:
         yield
     finally:
-        _set_attention(model)
+        set_attention(model)
 
 
-def _set_attention(model: PreTrainedModel) -> None:
+def set_attention(model: PreTrainedModel) -> None:
     """Towers keep their own attention: they see whole images."""
     names = dict.fromkeys(model.config.sub_configs, attention.NAME) | {"": attention.NAME}
     previous = _own_attention[model]

@@ -21,14 +21,13 @@ from ringtile import keep
 from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, MaskNotExpressibleError, RefusedError
 from ringtile.first_batch.trace import ModelCall, running_trace, runs_whole
-from ringtile.hf.attention import attends_whole
 from ringtile.hf.batch import ShardedBatch, SharedRows, main_input
 from ringtile.hf.features.trees import share, unfold
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, PADDING, REFUSED, is_scalar, key_of_tree
 from ringtile.hf.layers import layer_masks, mixers
 from ringtile.hf.masks import chunks_count, mask_of_batch, read
-from ringtile.hf.model import attends_causally, drops_attention, shifts_labels, text_modules
+from ringtile.hf.model import attends_causally, drops_attention, set_attention, shifts_labels, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.hf.reading import BatchReader, Reading, positions_separate
 from ringtile.hf.trainers import shares_rows
@@ -112,6 +111,8 @@ class Sharding:
             call = ModelCall((main.size(0), main.size(1)), None, main.size(1), counted)
             _begin(call, at_seam=any(inputs.get(name) is not None for name in self.reading.besides))
             return {**inputs, "use_cache": False}, None
+        if whole:  # in the user's attention, which the proof has set
+            set_attention(self._base)
         self.num_batches += 1
         batch.group, batch.mean_share, batch.room = self._group, 1 / batch.sequence.world_size, self.room
         assert batch.token_weights is not None
@@ -128,7 +129,7 @@ class Sharding:
     def _is_plain(self, inputs: Mapping[str, Any]) -> bool:
         """Whether transformers' own code computes in this batch what ringtile's does."""
         main = main_input((), inputs)
-        if main is None or not attends_whole(self._base) or self._reader.lacks_text_row(inputs):
+        if main is None or self._reader.lacks_text_row(inputs):
             return False
         if mixers(text_modules(self._base)) or drops_attention(self._base):
             # Recurrent layers of transformers are less exact, and join documents; no counters drop its attention.

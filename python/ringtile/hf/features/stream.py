@@ -87,6 +87,7 @@ def install_stream(trainer: Trainer, base: PreTrainedModel, config: Config, patc
 
 def _stream(model: nn.Module, stream_tokens: int, patches: Patches) -> None:
     base = base_model(model)
+    attention.refuse_own_functions(module for _, module in text_modules(base))
     AttentionInterface.register(NAME, attention.attention_forward)
     AttentionMaskInterface.register(NAME, draw_mask)
     before = base.config._attn_implementation
