@@ -341,7 +341,7 @@ NVCC = find_nvcc()
 if NVCC and os.environ.get("RINGTILE_CUDA_ARCHS", "") in ("", "all"):
     ARCHS = without_unknown(ARCHS, NVCC)
 extensions = [
-    extension("_C", [f"csrc/torch/{name}.cpp" for name in ("indexed", "kernels", "scan", "sequence", "shared_memory")]),
+    extension("_C", [f"csrc/torch/{name}.cpp" for name in ("kernels", "scan", "sequence", "shared_memory")]),
 ]
 if NVCC:
     extensions.append(

@@ -22,7 +22,6 @@
 #include "ringtile/cross_entropy.h" // softmax cross entropy
 #include "ringtile/dropout.h"       // dropout from counters
 #include "ringtile/glu.h"           // gated MLP
-#include "ringtile/indexed_attn.h"  // attention over chosen keys
 #include "ringtile/recurrence.h"    // recurrences and their convolution
 #include "ringtile/sequence.h"      // runs, layouts, shard and unshard, plan, digest
 

@@ -1,6 +1,5 @@
 // Compiles every kernel for the instruction set and math type of the including file, and lists them in one table.
 #include "../attn/attn_kernel.h"
-#include "../attn/indexed_kernel.h"
 #include "../dropout/dropout_kernel.h"
 #include "../glu/glu_kernel.h"
 #include "../loss/cross_entropy_kernel.h"
@@ -21,9 +20,6 @@ const rt_kernels RT_KERNELS = {
     .attn_round_keys = attn_round_keys,
     .attn_delta = attn_delta,
     .attn_merge = attn_merge,
-    .indexed_attn_scratch_bytes = indexed_attn_scratch_bytes,
-    .indexed_attn_forward = indexed_attn_forward,
-    .indexed_attn_backward = indexed_attn_backward,
     .scan_scratch_bytes = scan_scratch_bytes,
     .scan_forward = scan_forward,
     .scan_backward = scan_backward,

@@ -36,12 +36,6 @@ typedef struct rt_kernels {
                        void *delta, int64_t first, int64_t last);
     // Rows [first, last) of rt_attn_merge's part, counted over all its batches.
     void (*attn_merge)(const rt_attn_merge_params *p, int64_t first, int64_t last);
-    // Of one batch and kv head: queries [first, last) of rt_indexed_attn_fwd, all of rt_indexed_attn_bwd. workspace:
-    // this worker's scratch, of indexed_attn_scratch_bytes(p).
-    int64_t (*indexed_attn_scratch_bytes)(const rt_indexed_attn_params *p);
-    void (*indexed_attn_forward)(const rt_indexed_attn_params *p, int64_t batch, int64_t kv_head, int64_t first,
-                                 int64_t last, char *workspace);
-    void (*indexed_attn_backward)(const rt_indexed_attn_params *p, int64_t batch, int64_t kv_head, char *workspace);
     // Of head head, batch batch of rt_scan_fwd or rt_scan_bwd. workspace: this worker's scratch, of scan_scratch_bytes.
     int64_t (*scan_scratch_bytes)(const rt_scan_params *p, bool backward);
     void (*scan_forward)(const rt_scan_params *p, const rt_chunks *chunks, int64_t batch, int64_t head,

@@ -244,9 +244,6 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("attn_delta(Tensor dout, Tensor out, Tensor dlse) -> Tensor");
     m.def("attn_merge_(Tensor part, Tensor part_lse, Tensor(a!) out, Tensor(b!) lse, bool fresh, int first_row=0, "
           "Tensor? rows=None, Tensor(c!)? rounded=None) -> ()");
-    m.def("indexed_attn(Tensor q, Tensor k, Tensor v, Tensor indices, float scale) -> (Tensor, Tensor)");
-    m.def("indexed_attn_backward(Tensor dout, Tensor dlse, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
-          "Tensor indices, float scale) -> (Tensor, Tensor, Tensor)");
     m.def("rows_pack_(Tensor[] xs, Tensor runs, int dim, Tensor(a!)[] ys, Tensor? table=None) -> ()");
     m.def("rows_unpack_(Tensor(a!)[] xs, Tensor runs, int dim, Tensor[] ys, Tensor? table=None) -> ()");
     m.def("rows_add_(Tensor(a!)[] xs, Tensor runs, int dim, Tensor[] ys, Tensor? table=None) -> ()");

@@ -144,7 +144,6 @@ KERNELS: dict[str, Callable[[Any, torch.device, torch.dtype], str]] = {
     "dropout": kernels.dropout,
     "delta": kernels.delta,
     "merge": kernels.merge,
-    "indexed attention": kernels.indexed_attention,
 }
 
 
@@ -281,45 +280,6 @@ def attn_merge_(
     _call("merge", "attn_merge_", "part", part, part_lse, out, lse, fresh, first_row, rows, rounded)
     torch.autograd.graph.increment_version((out, lse))  # as choose.py asks whether they have changed
 
-
-# ---- attention over chosen keys -----------------------------------------------------------------
-
-
-def indexed_attn(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64: of each query over the keys that it names.
-
-    q (B, N, H, D), k (B, K, G, D), v (B, K, G, Dv), indices int32 (B, N, I): rows of k, contiguous. An index outside of
-    [0, K) is no key, one that comes twice is two keys. k and v have unit stride in the last dim; fastest where the keys
-    of a head lie together. On a GPU, torch operations gather the keys of a few queries at a time.
-    """
-    return _call("indexed attention", "indexed_attn", "q", q, k, v, indices, scale)  # type: ignore[no-any-return]
-
-
-def indexed_attn_backward(
-    dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq of q's dtype; dk and dv of state_dtype, for more to be added to them, the keys of a head together.
-
-    The same bits for any number of threads: the keys' gradients are added in the order of queries.
-    """
-    given = out, lse, q, k, v, indices, scale
-    return _call("indexed attention", "indexed_attn_backward", "dout", dout, dlse, *given)  # type: ignore[no-any-return]
-
-
-def _indexed_attn_fake(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    (B, N, H, _), Dv = q.shape, v.size(3)
-    return q.new_empty((B, N, H, Dv)), q.new_empty((B, H, N), dtype=torch.float64)
-
-
-def _indexed_attn_backward_fake(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = given[4:7]
-    return q.new_empty(q.shape), torch_ops.heads_first(k), torch_ops.heads_first(v)
-
-
-_register_fake("indexed_attn", _indexed_attn_fake)
-_register_fake("indexed_attn_backward", _indexed_attn_backward_fake)
-for _name in ("indexed_attn", "indexed_attn_backward"):
-    torch.library.impl(f"ringtile::{_name}", "CUDA", getattr(torch_ops, _name))
 
 # ---- sequence -----------------------------------------------------------------------------------
 

@@ -111,69 +111,6 @@ def attn_merge_(
             lse[batch, :, token] = torch.logaddexp(before, new)
 
 
-@torch.no_grad()
-def indexed_attn(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    _check("indexed_attn", "q", q, 4)
-    (B, N, H, _), state = q.shape, _state(q)
-    out, lse = q.new_zeros((B, N, H, v.size(3))), q.new_full((B, H, N), -torch.inf, dtype=torch.float64)
-    for b, tokens, _, scores, _, values in _chosen(q, k, v, indices, scale):
-        scores = scores.double()
-        log_sum = scores.logsumexp(-1, keepdim=True)
-        weights = (scores - log_sum.masked_fill(log_sum == -torch.inf, 0)).exp().to(state)
-        out[b, tokens] = torch.einsum("ngri,nigd->ngrd", weights, values).flatten(1, 2).to(q.dtype)
-        lse[b, :, tokens] = log_sum.flatten(1).T
-    return out, lse
-
-
-@torch.no_grad()
-def indexed_attn_backward(
-    dout: Tensor, dlse: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check("indexed_attn_backward", "q", q, 4)
-    state = _state(q)
-    dq, dk, dv = torch.zeros_like(q), heads_first(k).zero_(), heads_first(v).zero_()
-    for b, tokens, at, scores, keys, values in _chosen(q, k, v, indices, scale):
-        heads = scores.shape[:3]
-        d, o, x = (y[b, tokens].to(state).view(*heads, -1) for y in (dout, out, q))
-        log_sum, dlog_sum = (y[b, :, tokens].T.reshape(*heads, 1) for y in (lse, dlse))
-        weights = (scores - log_sum.masked_fill(log_sum == -torch.inf, 0)).exp().to(state)
-        delta = (d * o).sum(-1, keepdim=True, dtype=torch.float64) - dlog_sum
-        dscores = scale * weights * (torch.einsum("ngrd,nigd->ngri", d, values) - delta.to(state))
-        dscores = dscores.masked_fill(scores == -torch.inf, 0)
-        dq[b, tokens] = torch.einsum("ngri,nigd->ngrd", dscores, keys).flatten(1, 2).to(q.dtype)
-        for grad, factor, of in ((dk, dscores, x), (dv, weights, d)):
-            rows = torch.einsum("ngri,ngrd->nigd", factor, of).flatten(0, 1)
-            grad[b].index_put_((at.flatten(),), rows, accumulate=True)  # in a fixed order, on a GPU too
-    return dq, dk, dv
-
-
-def heads_first(keys: Tensor) -> Tensor:
-    """Room for the gradient of keys (B, K, G, D), in the state dtype: those of a head lie together."""
-    (B, K, G, D), state = keys.shape, _state(keys)
-    return keys.new_empty((B, G, K, D), dtype=state).transpose(1, 2)
-
-
-def _chosen(
-    q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float
-) -> Iterator[tuple[int, slice, Tensor, Tensor, Tensor, Tensor]]:
-    """A few queries after the other, n of batch b: b, their slice, rows of keys (n, I), scores (n, G, R, I), which are
-    -inf without a key, and what was gathered: keys (n, I, G, D), values (n, I, G, Dv). I: the most that any has."""
-    (B, N, H, D), (_, K, G, _), count, state = q.shape, k.shape, indices.size(2), _state(q)
-    num_queries = max(1, BLOCK_NUMBERS // max(1, count * G * (D + v.size(3))))
-    for b in range(B if K and count else 0):
-        for first in range(0, N, num_queries):
-            tokens = slice(first, min(N, first + num_queries))
-            at = indices[b, tokens].long()
-            there = (at >= 0) & (at < K)
-            most = int(there.sum(1).max())  # a block of a ring holds few of them
-            there, order = there.sort(dim=1, descending=True, stable=True)
-            there, at = there[:, :most], at.gather(1, order[:, :most]).masked_fill(~there[:, :most], 0)
-            keys, values = k[b][at].to(state), v[b][at].to(state)
-            x = q[b, tokens].to(state).view(-1, G, H // G, D)
-            scores = scale * torch.einsum("ngrd,nigd->ngri", x, keys)
-            yield b, tokens, at, scores.masked_fill(~there[:, None, None], -torch.inf), keys, values
-
-
 # ---- sequence -----------------------------------------------------------------------------------
 
 

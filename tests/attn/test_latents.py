@@ -120,25 +120,6 @@ def test_expanded_blocks_are_what_one_process_expands(name: str, layout: str) ->
         assert_close(found, expected, FLOAT64_TOLERANCE)
 
 
-CHOSEN = torch.randint(0, 48, (2, 48, 7), generator=torch.Generator().manual_seed(2), dtype=torch.int32).sort(-1).values
-CHOSEN[..., 1:][CHOSEN.diff(dim=-1) == 0] = -1  # none twice
-
-
-def attend_chosen(q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSequence, module: Expand) -> Tensor:
-    return attend(q, latent, rope, sequence, module, indices=sequence.shard(CHOSEN, 1))
-
-
-@pytest.mark.parametrize(("name", "layout"), each_with_a_layout(["causal", "documents", "padding"]))
-def test_chosen_keys_are_made_of_latents(name: str, layout: str) -> None:
-    mask, p = MASKS[name], problem()
-    known = CHOSEN.long().masked_fill(CHOSEN < 0, 48)
-    chosen = torch.zeros(2, 48, 49, dtype=torch.bool).scatter(-1, known, value=True)[..., :-1]
-    expected = exact(p, chosen & dense(mask))
-    for world_size, scheme in SCHEMES:
-        found = run(p, mask, layout_of(layout, mask, world_size), scheme, attend_chosen)
-        assert_close(found, expected, FLOAT64_TOLERANCE)
-
-
 def test_float32_is_as_one_process_to_its_rounding() -> None:
     """1e-6 of the largest: sums of at most 96 tokens and 4 heads, in another order."""
     mask, p = MASKS["documents"], problem(torch.float32)
@@ -197,7 +178,6 @@ def sent(
     heads: int,
     sizes: tuple[int, int, int],
     rope: int,
-    indices: Tensor | None = None,
 ) -> Any:
     """By rank, the bytes sent forward and backward; and the whole plan."""
     dim, v_dim = sizes[1] + rope, sizes[2]
@@ -206,8 +186,7 @@ def sent(
         sequence = ShardedSequence(mask, layout, group, scheme=scheme)
         tokens, module = (1, sequence.local_len), Expand(torch.float32, heads, sizes)
         leaves = [torch.randn(*tokens, *size) for size in ((heads, dim), (1, sizes[0]), (1, rope))]
-        chosen = None if indices is None else sequence.shard(indices, 1)
-        out = ring_attention(*leaves, sequence, expand=Latents(module, heads, v_dim), indices=chosen)
+        out = ring_attention(*leaves, sequence, expand=Latents(module, heads, v_dim))
         forward = group.transport.bytes_sent
         out.sum().backward()
         return forward, group.transport.bytes_sent - forward
@@ -221,12 +200,11 @@ def sent(
     return found, *([(cost.forward_bytes_sent, cost.backward_bytes_sent) for cost in plan.ranks] for plan in plans)
 
 
-@pytest.mark.parametrize("indices", [None, CHOSEN[:1]], ids=["all keys", "chosen keys"])
 @pytest.mark.parametrize("scheme", ["ring", "all_gather"])
-def test_latents_of_a_real_layer_are_a_ninth_of_its_heads(scheme: str, indices: Tensor | None) -> None:
+def test_latents_of_a_real_layer_are_a_ninth_of_its_heads(scheme: str) -> None:
     """DeepSeek-V2-Lite's: 576 numbers a token in place of 16 heads of 192 + 128."""
     mask = IntervalMask.documents([13, 20, 15])
-    found, planned, of_heads = sent(mask, Layout.zigzag(48, 2), scheme, 16, (512, 128, 128), 64, indices)
+    found, planned, of_heads = sent(mask, Layout.zigzag(48, 2), scheme, 16, (512, 128, 128), 64)
     assert found == planned
     assert sum(map(sum, of_heads)) == sum(map(sum, found)) * 5120 / 576 > 0
 

@@ -54,12 +54,6 @@ def causal(seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(1, seq_len, dtype=torch.int32), positions[None] + 1
 
 
-def indexed_arguments() -> tuple[torch.Tensor, ...]:
-    """q, k, v, indices: some are no key."""
-    q, k, v = (attention_arguments()[name] for name in ("q", "k", "v"))
-    return q, k, v, torch.arange(-1, B * N * 3 - 1, dtype=torch.int32).view(B, N, 3) % (K + 1)
-
-
 def scan_arguments() -> tuple[torch.Tensor | None, ...]:
     """q, k, v, g, beta, dt, D, seq_idx, initial_state: one token of the second chunk has a kept state."""
     q, k, v = (torch.randn(B, 66, heads, dim) for heads, dim in ((G, D), (G, D), (H, Dv)))
@@ -102,11 +96,6 @@ OPCHECK_CASES = {
     "attn_merge_": lambda: (
         torch.randn(1, N, H, Dv), torch.randn(1, H, N), torch.randn(2, N, H, Dv), torch.randn(2, H, N).double(), False,
         0, torch.arange(N), torch.zeros(2, N, H, Dv),
-    ),
-    "indexed_attn": lambda: (*indexed_arguments(), 0.5),
-    "indexed_attn_backward": lambda: (
-        *(x for each in "12" for x in (torch.randn(B, N, H, Dv), torch.randn(B, H, N).double())),
-        *indexed_arguments(), 0.5,
     ),
     **dict.fromkeys(("rows_pack_", "rows_unpack_", "rows_add_"), lambda: rows_arguments(2, 8, 3)),
     "shard_seq": lambda: (torch.randn(2, 8, 3, requires_grad=True), [6, 1, 0, 2, 0, 1, 2, 2], 1, 4, False),

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from ringtile.errors import RefusedError
 from ringtile.hf import families
+from ringtile.hf.layers import refuse_indexers
 from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
+from ringtile.hf.model import check_model
 from ringtile.hf.patches import Patches
 from ringtile.hf.reading import BatchReader, Forward, positions_separate, read_forward
 
@@ -169,15 +172,23 @@ def test_trainers_that_share_a_replacement_are_restored_in_any_order() -> None:
 
 # ---- learned sparse attention -------------------------------------------------------------------
 
-OTHER_INDEXERS = {  # pools or blocks of keys, or rows of images
-    *("DeepseekV4Indexer", "DeepseekV4IndexerScorer", "Glm5NextTextIndexer", "HYV4VLIndexer", "MiniMaxM3VLIndexer"),
-    "Qwen4ExpTextQSAIndexer",
-}
 
-
-def test_every_indexer_of_the_release_is_known() -> None:
+def test_every_indexer_of_the_release_is_refused_by_name() -> None:
+    """Whatever its file calls it; and no attention function gets `indices` without a word."""
     found = {
         name for text in sources().values() for name in re.findall(r"^class (\w*Indexer\w*)\(", text, re.MULTILINE)
     }
-    assert found - families.INDEXERS <= OTHER_INDEXERS
-    assert found >= families.INDEXERS or not CHUNKS_FOLLOW_POSITIONS, families.INDEXERS - found
+    assert len(found) > 5
+    for name in found:
+        with pytest.raises(
+            RefusedError, match=rf"^Model chooses the keys of each query .*, and no layer.indexer \({name}\): train it$"
+        ):
+            refuse_indexers("Model", [("layer.indexer", type(name, (torch.nn.Module,), {})())], "train it")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_models_that_choose_keys_are_refused_on_ranks(name: str) -> None:
+    with pytest.raises(
+        RefusedError, match=r"chooses the keys of each query .* and no \S+\.indexer \(\w+Indexer\): train it"
+    ):
+        check_model(tiny_models.tiny_model(tiny_models.tiny_config(name)))

@@ -262,10 +262,6 @@ ON_TWO_RANKS = {  # what is touched besides
         {"model": functools.partial(hybrid, "lfm2")},
         {f"{LAYERS}.conv._forward_pre_hooks"} | {"transformers.models.lfm2.modeling_lfm2.causal_conv1d_fn", *BALANCING},
     ),
-    "learned sparse attention": (
-        {"model": functools.partial(hybrid, "deepseek_v32")},
-        {f"{LAYERS}.self_attn.{name}" for name in ("indexer.forward", "expand_kv")} | BALANCING,
-    ),
     "latents": ({"family": "deepseek-v3"}, {f"{LAYERS}.self_attn.expand_kv", *BALANCING}),
     "classes of tokens": (
         {"model": functools.partial(tiny_encoder, classes=True)},

@@ -85,9 +85,9 @@ CELLS = table(
         for scheme in ("all_gather", "ulysses", "auto")
         for layout in ("contiguous", "balanced")
     ),
-    of_one("checkpointed, attention kept", **KEPT),  # test_hf_indexed.py too has it of latents in every run
+    of_one("checkpointed, attention kept", **KEPT),
     of_one("checkpointed, attention run again", config={"keep_attention": False}, **KEPT),
-    of_one("FSDP2", engine="FSDP2"),  # test_hf_indexed.py too has it of latents in every run
+    of_one("FSDP2", engine="FSDP2"),
     of_one("ZeRO-2", engine="ZeRO-2"),
     of_one("ZeRO-3, with heads", engine="ZeRO-3"),
     of_one("LoRA on the up-projection", long=False, made=with_adapters),
@@ -113,10 +113,9 @@ def _sent(case: str) -> tuple[int, int]:
     """The bytes that this rank sends in a forward and backward of 32 tokens; and what latents would be.
 
     Causal, contiguous, of two ranks: the second one needs the 16 keys of the first, and sends their gradients back.
-    Where an indexer chooses keys, each rank also sends its keys of the indexer; in the first layer that is not counted.
     """
     enter_world()
-    given = with_adapters() if case == "adapters" else made("deepseek_v32") if case == "chosen keys" else TINY()
+    given = with_adapters() if case == "adapters" else TINY()
     trainer = make_trainer(**given, **STEPS, max_steps=1, collator=_tokens)
     model: Any = trainer.model
     layers: list[Any] = [module for module in model.modules() if hasattr(type(module), "expand_kv")]
@@ -138,11 +137,10 @@ def _sent(case: str) -> tuple[int, int]:
     ringtile.restore(trainer)
     assert "expand_kv" not in vars(layer)
     of_layer = 16 * 4 * (layer.kv_lora_rank + layer.qk_rope_head_dim)
-    of_indexers = 16 * 4 * (num_layers - 1) * model.config.index_head_dim if case == "chosen keys" else 0
-    return sent, num_layers * of_layer * (1 if rank else 2) + of_indexers
+    return sent, num_layers * of_layer * (1 if rank else 2)
 
 
-@pytest.mark.parametrize("case", ["plain", "adapters", "chosen keys"])
+@pytest.mark.parametrize("case", ["plain", "adapters"])
 def test_latents_travel(case: str) -> None:
     """The first rank sends its latents twice, for both passes; the second one their gradients, in float32 too."""
     for sent, of_latents in run_ranks(2, _sent, case):

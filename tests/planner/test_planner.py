@@ -375,9 +375,9 @@ def test_models_that_do_not_run_on_shards_are_refused(model_type: str, said: str
         planned(64, setup)
 
 
-def test_learned_sparse_attention_is_refused_on_one_rank() -> None:
+def test_learned_sparse_attention_is_refused_on_one_rank_too() -> None:
     """Where transformers scores S x S pairs."""
-    with pytest.raises(RefusedError, match="expected context_parallel_size above 1"):
+    with pytest.raises(RefusedError, match="DeepseekV32ForCausalLM chooses the keys of each query"):
         planned(64, Setup(tiny_config("deepseek_v32")))
 
 

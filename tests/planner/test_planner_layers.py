@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from ringtile.config import Config
 from ringtile.errors import RefusedError
-from ringtile.hf import model
 from ringtile.hf.batch import ShardedBatch, active
-from ringtile.hf.features import indexed, latents, recurrent
+from ringtile.hf.features import recurrent
 from ringtile.hf.patches import Patches
-from ringtile.hf.shard import Reading, shard_batch
-from ringtile.planner.advice import step_seconds
 from ringtile.planner.grpo import Grpo
 from ringtile.planner.live import Live
 from ringtile.planner.memo import Memo
 from ringtile.planner.setup import Setup
-from ringtile.planner.sizes import Rates
 from ringtile.planner.step import TrainingStep
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.tiles import tiles
-from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld
 from test_planner import E, V, config_of, planned, planned_between_passes, saving
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoModelForCausalLM
 
-from tools.models.tiny_models import tiny_config, tiny_model
+from tools.models.tiny_models import tiny_config
 
 # ---- remembered ops -------------------------------------------------------------------------------
 
@@ -190,59 +183,3 @@ def test_recurrent_layers_over_ranks_hold_their_tokens_only(scheme: str) -> None
     alone, shared = planned(512, Setup(config)), planned(512, Setup(config, devices=2, ringtile=Config(**keys)))
     assert shared.parts["logits"] == alone.parts["logits"] / 2
     assert shared.parts["activations"] == pytest.approx(alone.parts["activations"] / 2, rel=0.05)
-
-
-# ---- learned sparse attention ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.long)])
-def test_layers_that_choose_keys_save_what_a_rank_really_saves(name: str) -> None:
-    """To the byte, indices in int32 and latents among them."""
-    config, seq_len = tiny_config(name), 256
-    config.mlp_layer_types = ["dense"] * config.num_hidden_layers  # what a router saves is another matter
-    real, ids = tiny_model(config).train(), torch.randint(3, config.vocab_size, (1, seq_len))
-    model.switch_attention(real, Patches())
-
-    def rank(group: LoopbackGroup) -> int:
-        own, patches = copy.deepcopy(real), Patches()
-        indexed.install(own, patches)
-        latents.install(own, patches)
-        inputs = {"input_ids": ids, "labels": ids}
-        local, batch = shard_batch(inputs, Reading(positions_separate=True), layout="zigzag", group=group)
-        with active(batch), saving(*own.parameters(), *own.buffers(), *local.values()) as saved:
-            loss = own(**local).loss
-        return sum(num_bytes for num_bytes, _ in saved.values()) + int(loss.nbytes)
-
-    expected = LoopbackWorld(2).run(rank)[0]
-    with TrainingStep(Setup(config, devices=2, ringtile=Config(context_parallel_size=2, layout="zigzag"))) as step:
-        between, memory = planned_between_passes(step, seq_len)
-    assert between == expected
-    calls = memory.attention
-    assert {(call.num_indices, call.shape.latent_dim) for call in calls} == {(6, 20)}
-
-
-def test_indexers_have_no_state_in_an_optimizer() -> None:
-    """Nor a gradient; and a first step takes what a second one does."""
-    setup = Setup(config := tiny_config("deepseek_v32"), 2, "fsdp2", Config(context_parallel_size=2))
-    with TrainingStep(setup) as step:
-        first, again = step.run(64), step.run(64)
-    assert first.parts == again.parts
-    weights = sum(x.nbytes for name, x in tiny_model(config).named_parameters() if ".indexer." not in name)
-    assert first.parts["optimizer"] == pytest.approx(weights, rel=0.01)  # two halves
-
-
-def test_chosen_keys_are_computed_and_the_masks_keys_are_sent() -> None:
-    """As in a ring, where ranks share heads; a window of as many tokens has as many pairs."""
-    config = tiny_config("deepseek_v32")
-    rates, seconds = Rates(1e6, 1e6, 1e6), {}
-    for scheme in ("ring", "ulysses"):
-        keys = {"context_parallel_size": 2, "context_parallel_scheme": scheme, "layout": "zigzag"}
-        setup = Setup(config, devices=2, ringtile=Config.load(keys))
-        step = planned(256, setup)
-        of_all = dataclasses.replace(step, attention=tuple(call._replace(num_indices=0) for call in step.attention))
-        seconds[scheme], every = (step_seconds(setup, each, rates, (0, 0)) for each in (step, of_all))
-    assert seconds["ring"] == seconds["ulysses"]
-    flops = every.computing - seconds["ring"].computing
-    pairs, shape = sum(max(tokens - 6, 0) for tokens in range(257)), step.attention[0].shape
-    of_pair = 2 * shape.num_heads * (4 * shape.head_dim + 3 * shape.v_head_dim)
-    assert flops * 1e6 == pytest.approx(len(step.attention) * pairs / 2 * of_pair, rel=0.02)  # of the busier rank

@@ -138,14 +138,6 @@ CASES = [
         type="deepseek_v3",
     ),
     TrainingCase(
-        "chosen keys packed",
-        "DeepSeek-V3.2: an indexer chooses keys, packed",
-        "keys chosen among those of a shard",
-        "",
-        type="deepseek_v32",
-        packed=True,
-    ),
-    TrainingCase(
         "recurrent packed",
         "Qwen3-Next: gated delta rule, packed",
         "states run through documents",

@@ -208,8 +208,6 @@ class InPacks:
 def _lacks(block: Block) -> str:
     """Return why aten has no kernel for a block; "" if it may have one."""
     q, v = block.q, block.v
-    if block.indices is not None:
-        return "attends all keys of a mask, not those that indices choose"
     if block.dropout is not None:
         return "draws dropout from a generator, not from counters"
     if block.softcap != 0:

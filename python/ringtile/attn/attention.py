@@ -19,7 +19,7 @@ from torch import Tensor
 from ringtile import arguments, derivatives, keep, ops
 from ringtile.attn import ring, ulysses
 from ringtile.attn.call import AttentionCall, AttentionDropout, AttentionKernel, check_options, check_tensors
-from ringtile.errors import InputError, RefusedError, shown
+from ringtile.errors import InputError, shown
 from ringtile.latents import Latents
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
@@ -46,7 +46,6 @@ def ring_attention(
     dropout: AttentionDropout | None = None,
     attention_kernel: AttentionKernel = "auto",
     expand: Latents | None = None,
-    indices: Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Compute softmax(scale q k^T, masked) v over a sequence sharded over ranks: ring attention (arXiv:2310.01889).
@@ -64,9 +63,6 @@ def ring_attention(
       "auto" is ringtile's but where those lack a kernel of the device's tensor cores, and aten's have one.
     - expand: makes the keys and values of k (B, N, g, d) and v (B, N, g, dv), which then are latents of any sizes: a
       `ringtile.Latents`. A ring sends the latents, if they are fewer numbers, and each rank expands what it receives.
-    - indices: int32 (B, N, I), positions in the sequence: of the keys that the mask lets a query attend, it attends
-      those alone, and one that comes twice as two. Others, such as -1, are no keys. Keys travel in a ring, whatever the
-      scheme. Not with softcap, dropout, a mask with two sides, torch.compile or aten's kernels.
 
     Every rank of the group makes the same calls in the same order, forward and backward; one group serves one thread.
     Differentiable once.
@@ -78,22 +74,19 @@ def ring_attention(
     Raises InputError before any key is sent, RingMismatchError when ranks disagree or another refuses its arguments,
     PeerLostError when one is gone.
     """
-    is_compiling = torch.compiler.is_compiling()
-    through_op = is_compiling or (isinstance(q, Tensor) and not is_plain(q) and indices is None)
+    through_op = torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q))
     parts: Any = mask, layout, group
     try:
         if not isinstance(sequence, SequenceTensors):
             check_given("ring_attention", sequence, *parts)
         if through_op:
-            if is_compiling and indices is not None:
-                raise RefusedError("ring_attention got indices under torch.compile; expected a call outside of it")
             scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
             if expand is not None:
                 k, v = expand(k, v)
             tensors = sequence or SequenceTensors.of(*parts)
             out, lse = attend_through_op(q, k, v, tensors, scale, softcap, attention_kernel, sinks, dropout)
         else:  # dispatching a Python op costs more than a small block
-            options = scale, softcap, attention_kernel, sinks, dropout, return_lse, expand, indices
+            options = scale, softcap, attention_kernel, sinks, dropout, return_lse, expand
             call = AttentionCall.of(sequence or ShardedSequence.of(*parts), q, k, v, *options)
             out, lse = _attend(call, q, k, v, sinks)
     except Exception as error:
@@ -199,7 +192,7 @@ def _slot(call: AttentionCall) -> keep.Slot | None:
         return None
     sequence, shape, drop = call.sequence, call.shape, call.dropout
     draws = drop and (drop.probability, drop.seed, drop.step, drop.stream)
-    about = call.scale, call.softcap, call.attention_kernel, call.returns_lse, draws, call.indices is None
+    about = call.scale, call.softcap, call.attention_kernel, call.returns_lse, draws
     key = "ring_attention", *sequence.digests, sequence.group_name, sequence.scheme, shape, about
     per_token = shape.batch * shape.num_heads * (shape.v_head_dim * shape.dtype.itemsize + 8)
     return keep.slot(key, per_token * -(-sequence.seq_len // sequence.world_size))
@@ -213,10 +206,9 @@ class RingAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         out, lse, saved, ctx.number, ctx.is_local = forward(call, q, k, v)
-        # Saved so that a write is noticed, and that a checkpointed layer holds no indices. A call has one of the two.
-        watched = call.indices if call.dropout is None else call.dropout.rows
-        ctx.save_for_backward(sinks, watched, *saved, *weights)
-        ctx.call = call if call.indices is None else call._replace(indices=None)
+        rows = None if call.dropout is None else call.dropout.rows
+        ctx.save_for_backward(sinks, rows, *saved, *weights)  # rows: so that a write is noticed
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -224,11 +216,9 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         transport = ctx.call.sequence.transport
         with transport.propagate_errors("ring_attention backward"):
-            sinks, watched, *kept = saved = ctx.saved_tensors
+            sinks, _, *kept = saved = ctx.saved_tensors
             kept, weights = kept[:5], kept[5:]
             call: AttentionCall = ctx.call
-            if watched is not None and call.dropout is None:
-                call = call._replace(indices=watched)
             again = None if call.expand is None else call.expand.again(weights)
 
             def compute() -> tuple[Tensor | None, ...]:

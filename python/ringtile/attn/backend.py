@@ -32,7 +32,6 @@ class Block(NamedTuple):
     scale: float
     softcap: float
     dropout: AttentionDropout | None = None
-    indices: Tensor | None = None  # int32 (B, N, I), positions in the sequence: no other keys are attended
 
 
 class Running(NamedTuple):
@@ -111,16 +110,12 @@ class Ringtile:
         return f"is not in use here: {reason}" if reason else ""
 
     def forward(self, block: Block, state: Running) -> None:
-        if block.indices is not None:
-            return _forward_indexed(block, block.indices, state)
         q, k, v, round, scale, softcap, *_ = block
         begin, end = round.queries.bounds_there()
         given = q, k, v, begin, end, round.k_runs, state.out, state.lse, scale, softcap, state.fresh
         ops.attn_fwd_(*given, **_options(block, rounded_out=state.rounded))
 
     def backward(self, block: Block, final: Final, grads: Gradients) -> None:
-        if block.indices is not None:
-            return _backward_indexed(block, block.indices, final, grads)
         q, k, v, round, scale, softcap, *_ = block
         begin, end = round.queries.bounds_there()
         given = q, k, v, begin, end, round.k_runs, final.dout, final.lse, final.delta, *grads[:3]
@@ -142,35 +137,6 @@ def _options(block: Block, **rounded: Tensor | None) -> dict[str, Any]:
     return options
 
 
-def _forward_indexed(block: Block, indices: Tensor, state: Running) -> None:
-    part, part_lse = ops.indexed_attn(block.q.contiguous(), block.k, block.v, _rows(block, indices), block.scale)
-    if not state.fresh:
-        ops.attn_merge_(part, part_lse.to(state.out.dtype), state.out, state.lse, fresh=False, rounded=state.rounded)
-        return
-    state.lse.copy_(part_lse)
-    (state.out if state.rounded is None else state.rounded).copy_(part)
-
-
-def _backward_indexed(block: Block, indices: Tensor, final: Final, grads: Gradients) -> None:
-    dlse = torch.zeros_like(final.lse) if final.dlse is None else final.dlse.contiguous()
-    given = block.q.contiguous(), block.k, block.v, _rows(block, indices), block.scale
-    dq, *of_keys = ops.indexed_attn_backward(final.dout.contiguous(), dlse, final.out, final.lse, *given)
-    grads.dq.add_(dq)
-    for total, part in zip(grads.rounded or grads[1:3], of_keys, strict=True):
-        total.copy_(part) if grads.fresh else total.add_(part)
-
-
-def _rows(block: Block, indices: Tensor) -> Tensor:
-    """Where the keys of the block lie that indices name, int32 (B, N, I): -1 for others, and those that are masked."""
-    runs, device = block.round.k_runs, block.q.device
-    size = max((first + step * (length - 1) + 1 for first, step, _, length in runs.tolist()), default=0)
-    row_of = torch.full((size + 1,), -1, dtype=torch.int32, device=device)
-    ops.rows_unpack_([row_of], runs, 0, [torch.arange(block.k.size(1), dtype=torch.int32, device=device)])
-    begin, end = (bound[..., None] for bound in block.round.queries.bounds_there())
-    there = (begin <= indices) & (indices < end.clamp(max=size))
-    return row_of[torch.where(there, indices, size)]
-
-
 def why_slow(block: Block, *, backward: bool) -> str:
     """Return why ringtile's kernel for such a block takes some times longer than it could; "" if it does not.
 
@@ -181,8 +147,6 @@ def why_slow(block: Block, *, backward: bool) -> str:
         return ops.why_no_amx() if q.dtype == torch.bfloat16 else ""
     if ops.why_no_kernels(q.device):  # in use there
         return ""
-    if block.indices is not None:
-        return "torch operations gather the keys that indices choose, for which there is no CUDA kernel"
     if block.dropout is not None:
         return "dropout of weights has no kernel for tensor cores; set the model's attention dropout to 0"
     if q.dtype not in (torch.bfloat16, torch.float16):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
-from ringtile.errors import InputError, RefusedError, shown
+from ringtile.errors import InputError, shown
 from ringtile.latents import ExpandAgain, Latents
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
@@ -67,7 +67,6 @@ class AttentionCall(NamedTuple):
     dropout: AttentionDropout | None = None  # None where its probability is 0
     returns_lse: bool = True  # where ranks share heads, lse travels back only then
     expand: Latents | None = None  # where k and v are latents; shape is that of what it makes of them
-    indices: Tensor | None = None  # int32 (B, N, I): positions of the only keys that each query attends
 
     @classmethod
     def of(
@@ -83,14 +82,13 @@ class AttentionCall(NamedTuple):
         dropout: AttentionDropout | None,
         returns_lse: bool = True,
         expand: Latents | None = None,
-        indices: Tensor | None = None,
     ) -> AttentionCall:
         """Return the call as the kernels take it, its scheme resolved.
 
         Raise InputError where the arguments do not fit each other, the kernels or the sequence, RefusedError for what
         no call takes. Of a call that is like an earlier one in all but its numbers, only memory is checked.
         """
-        is_plain = sinks is None and dropout is None and expand is None and indices is None
+        is_plain = sinks is None and dropout is None and expand is None
         key = _key_of(q, k, v, scale, softcap, attention_kernel) if is_plain else None
         checked = sequence.checked_calls.get(key) if key is not None and sequence.is_unchanged() else None
         if checked is None:
@@ -108,15 +106,13 @@ class AttentionCall(NamedTuple):
                 )
             sinks = None if sinks is None else sinks.detach().to(ops.state_dtype(q.dtype))
             dropout = dropout and dropout.in_numbers()
-            if indices is not None:
-                check_indices(indices, q, softcap, dropout, sequence)
             checked = shape, scale, softcap
             if key is not None:
                 sequence.remember_call(key, checked)
         shape, scale, softcap = checked
         sequence.transport.check_device(q.device)
-        sequence = sequence.resolved(shape) if indices is None else sequence.with_all_heads()
-        return cls(sequence, shape, scale, softcap, attention_kernel, sinks, dropout, returns_lse, expand, indices)
+        sequence = sequence.resolved(shape)
+        return cls(sequence, shape, scale, softcap, attention_kernel, sinks, dropout, returns_lse, expand)
 
     def heads_or_latents(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[AttentionCall, Tensor, Tensor]:
         """Return the call, and k and v, as they travel in its scheme: latents in a ring alone, if they are less."""
@@ -184,21 +180,6 @@ def check_options(
             raise InputError(f"q has shape {tuple(q.shape)}, and so head dim 0; expected 1..{ops.MAX_HEAD_DIM}")
         scale = head_dim**-0.5
     return arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
-
-
-def check_indices(
-    indices: Any, q: Tensor, softcap: float, dropout: AttentionDropout | None, sequence: ShardedSequence
-) -> None:
-    """Raise InputError for indices that do not fit q, and RefusedError for what is not computed beside them."""
-    arguments.check_tensor("indices", indices)
-    arguments.check_devices("q", q, indices=indices)
-    if indices.dtype != torch.int32 or indices.dim() != 3 or indices.shape[:2] != q.shape[:2]:
-        raise InputError(
-            f"indices are {indices.dtype} {tuple(indices.shape)}; expected int32 ({q.size(0)}, {q.size(1)}, I)"
-        )
-    beside = {"softcap": softcap, "dropout": dropout, "a mask with two sides": sequence.mask.key_begin is not None}
-    if found := [name for name, is_set in beside.items() if is_set]:
-        raise RefusedError(f"indices come with {' and '.join(found)}; expected indices without")
 
 
 def unwritten_keys(q: Tensor, num_kv_heads: int, v_head_dim: int, num_tokens: int = 1) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,7 @@ RINGTILE: Backend = Ringtile()
 
 def forward(call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, state: Running) -> None:
     """Merge the keys of a round into the state."""
-    block = Block(q, k, v, round, call.scale, call.softcap, call.dropout, call.indices)
+    block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
     kept = () if state.fresh else (state.out, state.lse)
     _run(block, _kind_of(call, False, False), lambda backend: backend.forward(block, state), kept)
 
@@ -44,7 +44,7 @@ def backward(
     call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, final: Final, grads: Gradients
 ) -> None:
     """Add the gradients of a round."""
-    block = Block(q, k, v, round, call.scale, call.softcap, call.dropout, call.indices)
+    block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
     kept = grads[:1] if grads.fresh else grads[:3]
     kind = _kind_of(call, final.dlse is not None, True)
     _run(block, kind, lambda backend: backend.backward(block, final, grads), kept)
@@ -91,7 +91,7 @@ def check(call: AttentionCall, q: Tensor, *, takes_dlse: bool, backward: bool) -
     k, v = unwritten_keys(q, 1, v_head_dim)
     q = q.new_empty((1, 1, 1 if num_heads == num_kv_heads else 2, head_dim))  # others run where each has a kv head
     for round in rounds if num_heads else ():
-        _chosen(Block(q, k, v, round, call.scale, call.softcap, call.dropout, call.indices), kind)
+        _chosen(Block(q, k, v, round, call.scale, call.softcap, call.dropout), kind)
 
 
 # ---- who does it --------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ Kind: TypeAlias = tuple[bool, bool, Shape, str, tuple[bool, ...], tuple[object, 
 
 
 def _kind_of(call: AttentionCall, takes_dlse: bool, backward: bool) -> Kind:
-    options = call.dropout is not None, call.softcap != 0, call.indices is not None
+    options = call.dropout is not None, call.softcap != 0
     told = current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()
     return takes_dlse, backward, call.shape, call.attention_kernel, options, told
 
@@ -126,7 +126,7 @@ def _choose(block: Block, kind: Kind) -> Backend:
     """Return the first backend that supports this block. Raise RefusedError listing why each one does not."""
     takes_dlse, backward, _, setting, *_ = kind
     q, k, v = block.q, block.k, block.v
-    if q.is_meta or (block.indices is not None and setting != "aten"):  # for which nobody else has one
+    if q.is_meta:
         return RINGTILE
     unable: dict[str, str] = {}
     wrong: dict[str, str] = {}

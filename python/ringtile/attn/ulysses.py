@@ -220,8 +220,6 @@ def _agreed(
     }
     if shape.latent_dim:
         fields["latent_dim"] = shape.latent_dim
-    if call.indices is not None:
-        fields["indices"] = call.indices.size(2)
     if call.sinks is not None:
         fields["sinks"] = call.sinks.size(0)
     if sequence.ring.heads is not None:

@@ -172,18 +172,12 @@ def attention_forward(
                 f"expected a training step, of a model whose config had a rate of attention dropout at "
                 f"ringtile.enable: set it to 0"
             )
-    indices = options.get("indices")
-    if indices is not None and (chunk is not None or options.get("sliding_window")):
-        raise RefusedError(
-            f"{type(module).__name__} attends chosen keys (indices) in a window, or streamed, which has not been shown "
-            f"to be exact; expected one of the two"
-        )
     keep.called_by(module)
     query = _scaled(module, query, None if batch is None else batch.places)
     key, value, expand = latents_of(module, key, value)
     query, key, value = (as_autocast(x) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    more: dict[str, Any] = {"expand": expand, "indices": indices} if chunk is None else {}
+    more: dict[str, Any] = {"expand": expand} if chunk is None else {}
     is_reproducible = batch is not None and batch.chunk_tokens is not None
     if is_reproducible and sequence.world_size > k.size(2):
         raise RefusedError(
@@ -285,8 +279,6 @@ def _needs_eager(config: Any) -> bool:
 def transformers_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    if (indices := options.pop("indices", None)) is not None:
-        attention_mask = _only_chosen(attention_mask, indices)
     forward = sdpa_attention_forward
     if _needs_eager(module.config):
         forward = sys.modules[type(module).__module__].eager_attention_forward
@@ -298,22 +290,11 @@ def transformers_attention(
     return cast("tuple[Tensor, Tensor | None]", forward(module, query, key, value, attention_mask, **options))
 
 
-def _only_chosen(attention_mask: Tensor | None, indices: Tensor) -> Tensor:
-    """A mask (B, 1, N, S), bool or added to the scores, narrowed to the keys that an indexer has chosen (B, N, I)."""
-    if attention_mask is None:
-        raise RefusedError("a layer chooses its keys and got no attention mask; expected that of its indexer")
-    others = torch.ones(*indices.shape[:2], attention_mask.size(-1), dtype=torch.bool, device=indices.device)
-    others = others.scatter_(-1, indices.long(), value=False)[:, None]
-    least = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
-    return attention_mask.masked_fill(others, least)
-
-
 def refuse_unknown(module: nn.Module, options: Mapping[str, Any]) -> None:
     """RefusedError: an option may change what an attention module computes."""
-    name, known = type(module).__name__, _KNOWN | ({"indices"} if hasattr(module, "indexer") else set())
-    for argument in unknown_arguments(options, known):
+    for argument in unknown_arguments(options, _KNOWN):
         raise RefusedError(
-            f"{name} hands its attention {argument}, which may change what it computes; expected only "
+            f"{type(module).__name__} hands its attention {argument}, which may change what it computes; expected only "
             f"{', '.join(sorted(_COMPUTED))}: leave it out, or set it to None"
         )
 

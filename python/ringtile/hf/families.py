@@ -43,13 +43,6 @@ UNKNOWN_RECURRENCES = {
     "xLSTMBlock": "xLSTM's mLSTM, with its running maximum",
 }
 
-# ---- learned sparse attention ------------------------------------------------------------------
-
-# Indexers that were read and tested. Check: the forward calls cache.update_indexer, scores all keys and takes the top-k
-# (features/indexed.py knows the steps, and refuses others), and its layer hands the result to attention as `indices`.
-INDEXERS = frozenset({"DeepseekV32Indexer", "GlmMoeDsaIndexer", "AXK2Indexer", "HYV4Indexer", "Dots3NoteTextIndexer"})
-INDEXERS |= {"MistralLarge4TextIndexer"}
-
 # ---- attention and masks ------------------------------------------------------------------------
 
 # Types whose own eager function computes what scaled_dot_product_attention cannot: sinks.

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ringtile.hf.families import INDEXERS, MIXERS
+from ringtile.errors import RefusedError
+from ringtile.hf.families import MIXERS
 
 
 class LayerMask(NamedTuple):
@@ -37,9 +38,14 @@ def mixers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
     return _of_classes(modules, MIXERS)
 
 
-def indexers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
-    """Return the indexers among modules, by path."""
-    return _of_classes(modules, INDEXERS)
+def refuse_indexers(model: str, modules: Iterable[tuple[str, nn.Module]], instead: str) -> None:
+    """Raise RefusedError for learned sparse attention (DSA, arXiv:2512.02556), for which there is no kernel."""
+    for path, module in modules:
+        if "Indexer" in type(module).__name__:
+            raise RefusedError(
+                f"{model} chooses the keys of each query (learned sparse attention), for which ringtile has no kernel; "
+                f"expected queries that attend all keys of a mask, and no {path} ({type(module).__name__}): {instead}"
+            )
 
 
 def _of_classes(modules: Iterable[tuple[str, nn.Module]], names: Container[str]) -> dict[str, nn.Module]:

@@ -22,7 +22,7 @@ from ringtile.errors import RefusedError
 from ringtile.hf import model
 from ringtile.hf.batch import forget_checkpoints, keep_in_checkpoints
 from ringtile.hf.feature import Enabled
-from ringtile.hf.features import adapters, balancing_loss, dropout, indexed, latents, means, recurrent, seam, towers
+from ringtile.hf.features import adapters, balancing_loss, dropout, latents, means, recurrent, seam, towers
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences
 from ringtile.hf.model import check_training_model
@@ -30,7 +30,7 @@ from ringtile.hf.one_process import Groups
 from ringtile.hf.patches import Patches
 from ringtile.hf.shard import Sharding
 
-FEATURES = tuple(each.FEATURE for each in (towers, seam, recurrent, indexed, balancing_loss, adapters, latents, means))
+FEATURES = tuple(each.FEATURE for each in (towers, seam, recurrent, balancing_loss, adapters, latents, means))
 
 
 class ShardedLoss(abc.ABC):

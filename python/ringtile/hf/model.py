@@ -19,7 +19,7 @@ from ringtile.errors import RefusedError
 from ringtile.hf import attention
 from ringtile.hf.batch import active_batch
 from ringtile.hf.families import SAMPLING, WHOLE_SEQUENCES
-from ringtile.hf.layers import RECURRENT_TYPES, indexers, known_types, mixers
+from ringtile.hf.layers import RECURRENT_TYPES, known_types, mixers, refuse_indexers
 from ringtile.hf.patches import Patches
 
 _HEADS_OF_ROWS = ("ForSequenceClassification", "ForQuestionAnswering")  # how names of models end that have one
@@ -104,11 +104,10 @@ def check_model(model: PreTrainedModel) -> None:
     batch proves."""
     config, name = model.config.get_text_config(), type(model).__name__
     causal, modules = attends_causally(model), text_modules(model)
+    refuse_indexers(name, modules, INSTEAD)
     layer_types = set(getattr(config, "layer_types", None) or ()) - known_types(causal)
     if causal and mixers(modules):
         layer_types -= RECURRENT_TYPES | _TYPES_BY_TOKEN
-    if causal and indexers(modules):
-        layer_types -= {"indexed_attention"}
     if layer_types:
         raise RefusedError(
             f"{name} has layers of type {', '.join(sorted(layer_types))}; expected only "

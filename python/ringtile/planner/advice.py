@@ -15,7 +15,6 @@ from ringtile.planner.setup import Setup
 from ringtile.planner.sizes import Rates
 from ringtile.planner.step import StepMemory, TrainingStep
 from ringtile.sequence.layout import Layout, resolved
-from ringtile.sequence.mask import IntervalMask
 
 _MAX_LOCAL_TOKENS, _MAX_CHUNKS = 2**20, 2**8  # planned; beyond, memory is a line through what was
 _STEPS = 8  # of the search
@@ -151,16 +150,10 @@ def step_seconds(setup: Setup, memory: StepMemory, rates: Rates, hosts: tuple[in
     layout = Layout.named(resolved(config.layout), -(-memory.seq_len // unit) * unit, size)
     scheme = config.context_parallel_scheme if size > 1 else "ring"
     computing, sending = memory.product_flops / rates.flops, 0.0
-    for (shape, mask, is_again, num_indices), count in collections.Counter(memory.attention).items():
-        # Chosen keys are as many as those of a window; those that travel are of the whole mask, and of all heads.
-        of_call = "ring" if num_indices and scheme != "all_gather" else scheme
-        sends = attends = plan_of(mask, layout, shape, of_call)
-        if num_indices:
-            window = IntervalMask.sliding_window(mask.seq_len, num_indices)
-            attends = plan_of(mask & window, layout, shape, of_call)
-        given = rates, hosts[:size], 0.0 if is_again else 1.0
-        computing += count * layer_seconds(attends, *given).computing
-        sending += count * layer_seconds(sends, *given).sending
+    for (shape, mask, is_again), count in collections.Counter(memory.attention).items():
+        of_call = layer_seconds(plan_of(mask, layout, shape, scheme), rates, hosts[:size], 0.0 if is_again else 1.0)
+        computing += count * of_call.computing
+        sending += count * of_call.sending
     return Seconds(computing, sending)
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ringtile.errors import InputError
-from ringtile.hf.layers import indexers
 from ringtile.planner.live import Live
 from ringtile.planner.optimizers import OF_EMBEDDINGS, OPTIMIZERS
 from ringtile.planner.setup import Setup
@@ -62,10 +61,8 @@ class Plain:
             self.optimizer = torch.optim.AdamW(self.parameters, fused=True)
         else:
             self.hold("optimizer", self.state_bytes(), torch.uint8)
-        of_indexers = {id(x) for each in indexers(self.model.named_modules()).values() for x in each.parameters()}
         for parameter in self.parameters:
-            if id(parameter) not in of_indexers:  # which get no gradient, and so no state
-                parameter.grad = torch.empty_like(parameter)
+            parameter.grad = torch.empty_like(parameter)
         with self.live.making("optimizer"):
             self.step()
 

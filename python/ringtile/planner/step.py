@@ -29,7 +29,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ringtile import keep, ops
-from ringtile.attn import indexed as choice
 from ringtile.attn import ring
 from ringtile.attn.attention import RingAttention
 from ringtile.attn.call import AttentionCall, unwritten_keys, with_latents
@@ -37,11 +36,11 @@ from ringtile.errors import RefusedError
 from ringtile.first_batch.unchanged import without_checkpoints
 from ringtile.hf.attention import empty_mask, latents_of
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active, checkpoints
-from ringtile.hf.features import indexed, latents, recurrent, stream
+from ringtile.hf.features import latents, recurrent, stream
 from ringtile.hf.features.loss import install_tiled_loss
 from ringtile.hf.features.mlp import install_tiled_mlp
 from ringtile.hf.features.norm import install_tiled_norm
-from ringtile.hf.layers import indexers, mask_of_layer, mixers
+from ringtile.hf.layers import mask_of_layer, mixers, refuse_indexers
 from ringtile.hf.model import INSTEAD, check_model, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.planner import grpo
@@ -74,7 +73,6 @@ class PlannedCall(NamedTuple):
     shape: Shape
     mask: IntervalMask
     is_again: bool  # computed again in a backward
-    num_indices: int = 0  # of the only keys that a query attends; 0: it attends all of the mask
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ class TrainingStep:
         self._offload: Offload | None = None
         self._reference: PreTrainedModel | None = None
         self._images: PlannedImages | None = None
-        self._is_recurrent = self._has_latents = self._chooses_keys = False
+        self._is_recurrent = self._has_latents = False
         self.num_packed = 0  # numbers of the model that its parameters in 4 bits do not count
 
     def __enter__(self) -> TrainingStep:
@@ -167,7 +165,7 @@ class TrainingStep:
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters()) + self.num_packed
         patches = Patches()
         self._stack.callback(patches.restore)
-        for module in (glu, layer, loss, mlp, ring, weight_grad, choice):
+        for module in (glu, layer, loss, mlp, ring, weight_grad):
             patches.set(module, "tiles", self._live.tiles)
         if setup.images is not None:
             self._images = PlannedImages(model, setup.images, setup.batch, self._live, setup.on_gpu)
@@ -179,9 +177,6 @@ class TrainingStep:
                 patches.set(recurrent, "uses_libraries", lambda device: True)  # and so are not given wider numbers
         if setup.ringtile.context_parallel_size > 1 and setup.ringtile.latents and setup.engine != "zero3":
             self._has_latents = latents.install(model, patches)
-        if indexers(model.named_modules()):
-            self._chooses_keys = True
-            indexed.install(model, patches)
         if setup.ringtile.stream:
             stream.install(model, setup.ringtile.tile_tokens, patches, recurs=True)
             patches.set(attend, "forward", functools.partial(self._attend_whole, attend.forward))
@@ -251,11 +246,9 @@ class TrainingStep:
         if self._is_recurrent:
             facts = Documents(sequence).facts  # of real masks
             _ = facts.whole, *(facts.windows(before) for before in range(1, ops.MAX_CONV_WIDTH))
-        if self._chooses_keys:
-            _ = sequence.with_all_heads().ring  # its plan is real
         phases: dict[str, dict[str, int]] = {}
         device = "cuda" if setup.on_gpu else "cpu"
-        is_mixed = self._is_recurrent or self._has_latents or self._chooses_keys or setup.ringtile.stream
+        is_mixed = self._is_recurrent or self._has_latents or setup.ringtile.stream
         mixed = batch if is_mixed else None
         with self._fake, live, _planning(self), as_on(device), contextlib.ExitStack() as inside:
             if setup.grpo is not None and setup.grpo.generation_rows:
@@ -377,10 +370,7 @@ class TrainingStep:
             else:
                 keys = unwritten_keys(q, expand.num_kv_heads, expand.v_head_dim)
                 shape = with_latents(Shape.of(q, *keys), q, k, v)
-            num_indices = 0
-            if (indices := options.get("indices")) is not None:
-                sequence, num_indices = sequence.with_all_heads(), indices.size(2)
-            of_call = PlannedCall(shape, sequence.mask, self._live.in_backward, num_indices)
+            of_call = PlannedCall(shape, sequence.mask, self._live.in_backward)
         if sequence.world_size == 1:
             self._calls.append(of_call)
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -388,7 +378,7 @@ class TrainingStep:
                 return sdpa_attention_forward(module, q, k, v, mask, **{**options, "dropout": 0.0})
         keep.called_by(module)
         about: dict[str, Any] = {"scale": options.get("scaling"), "softcap": options.get("softcap") or 0.0}
-        about |= {"sinks": options.get("s_aux"), "expand": expand, "indices": indices}
+        about |= {"sinks": options.get("s_aux"), "expand": expand}
         return self._ring(q, k, v, sequence, of_call, **about), None
 
     def _ring(
@@ -454,6 +444,7 @@ def _few_modules() -> Iterator[None]:
 def check(model: PreTrainedModel, setup: Setup) -> None:
     """RefusedError: what ringtile does not train exactly, or what the planner cannot run on fake tensors."""
     name = type(model).__name__
+    refuse_indexers(name, text_modules(model), INSTEAD)
     if reason := recurrent.unknown(text_modules(model)):
         raise RefusedError(f"{name}: {reason}, which the planner does not know; measure it with a short training")
     if mixers(text_modules(model)) and (setup.grpo is not None or setup.images is not None):
@@ -465,11 +456,6 @@ def check(model: PreTrainedModel, setup: Setup) -> None:
         raise RefusedError(
             f"weights in 4 bits are not planned {'under ZeRO-3' if setup.grpo is None else 'of a GRPO step'}; expected "
             f"a step of ddp, fsdp2, zero1 or zero2 that generates nothing"
-        )
-    if indexers(model.named_modules()) and (setup.ringtile.context_parallel_size == 1 or setup.grpo or setup.images):
-        raise RefusedError(
-            f"{type(model).__name__} chooses the keys of each query (learned sparse attention), which is planned of a "
-            f"step on text, on ranks that share sequences; expected context_parallel_size above 1"
         )
     if setup.ringtile.context_parallel_size > 1:
         with unset_fake_temporarily():  # some of the model's functions are tried on numbers

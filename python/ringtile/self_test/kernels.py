@@ -162,30 +162,3 @@ def merge(ops: Any, device: torch.device, dtype: torch.dtype) -> str:
         if reason:
             return reason
     return ""
-
-
-def indexed_attention(ops: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Of two batches and two query heads to a kv head; some indices are no key."""
-    B, N, H, G, K, D, Dv, scale = 2, 5, 4, 2, 9, 20, 12, 0.3
-    shapes = ((B, N, H, D), (B, K, G, D), (B, K, G, Dv), (B, N, H, Dv))
-    q, k, v, dout = (_normal(shape, device, dtype, seed) for seed, shape in enumerate(shapes))
-    dlse = _normal((B, H, N), device, torch.float64, 4)
-    indices = (torch.arange(B * N * 6, device=device, dtype=torch.int32) * 7 % (K + 3) - 1).view(B, N, 6)
-    wide = q.double(), k.double(), v.double(), indices, scale
-    (out, lse), (out64, lse64) = ops.indexed_attn(q, k, v, indices, scale), torch_ops.indexed_attn(*wide)
-    got = out, lse, *ops.indexed_attn_backward(dout, dlse, out, lse, q, k, v, indices, scale)
-    wanted = out64, lse64, *torch_ops.indexed_attn_backward(dout.double(), dlse, out64, lse64, *wide)
-    # Of a weight, relative: the error of its score, a sum of D terms, and of the sum of all. P adds up to 1; dS is
-    # at most P times twice the largest dP, or dlse.
-    u, e, _ = _roundings(dtype)
-    of_q, of_k, of_v, of_out = (float(x.abs().double().amax()) for x in (q, k, v, dout))
-    score, dweights = scale * D * of_q * of_k, 2 * Dv * of_out * of_v + float(dlse.abs().amax())
-    relative, dscores = e * (D + Dv + FEW) * (1 + score), scale * dweights
-    # In the backward, `out` is rounded.
-    sizes = [of_v, 1, dscores * of_k, N * H * dscores * of_q, N * H * of_out]
-    bounds = [u if i in (0, 2) else 0 for i in range(5)]
-    for name, x, want, size, rounded in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, sizes, bounds, strict=True):
-        bound = relative * size + rounded * want.abs() + (u * Dv * dscores * size if name in ("dq", "dk") else 0)
-        if reason := _differs(name, x, want, bound * torch.ones_like(want)):
-            return reason
-    return ""

@@ -219,10 +219,6 @@ class ShardedSequence:
             self._schemes[shape] = cheapest(self.mask, self.layout, shape, hosts)
         return self.with_scheme(self._schemes[shape])
 
-    def with_all_heads(self) -> ShardedSequence:
-        """Return it under a scheme that shares no heads, as where indices choose keys: they are of all heads."""
-        return self if self.scheme in ("ring", "all_gather") else self.with_scheme("ring")
-
     def _like(self, mask: IntervalMask, scheme: str) -> ShardedSequence:
         return ShardedSequence(mask, self.layout, self.group_name, scheme=scheme)
 

@@ -31,7 +31,7 @@ from ringtile.hf.drawn_masks import intervals_of
 from ringtile.hf.families import CACHES, MIXERS, UNKNOWN_RECURRENCES, WHOLE_SEQUENCES
 from ringtile.hf.feature import Feature
 from ringtile.hf.group import deepspeed_shards_sequences
-from ringtile.hf.layers import mixers
+from ringtile.hf.layers import mixers, refuse_indexers
 from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.model import attends_causally, base_model, refuse_modules, text_modules
 from ringtile.hf.patches import Patches
@@ -165,6 +165,7 @@ def _check(base: PreTrainedModel, layers: dict[str, nn.Module], recurs: bool) ->
     if getattr(config, "num_kv_shared_layers", 0):
         raise RefusedError(f"{model} shares keys and values between layers (num_kv_shared_layers): {WHOLE}")
     refuse_modules(base, WHOLE_SEQUENCES)
+    refuse_indexers(model, base.named_modules(), WHOLE)
     for name, layer in layers.items():
         for path, part in layer.named_modules():
             kind = type(part).__name__
@@ -173,8 +174,6 @@ def _check(base: PreTrainedModel, layers: dict[str, nn.Module], recurs: bool) ->
                     f"{name}.{path} is a {kind}, whose state goes on from chunk to chunk, which ringtile's recurrences "
                     f"do in a Trainer: {WHOLE}"
                 )
-            if "Indexer" in kind:
-                raise RefusedError(f"{name}.{path} ({kind}) picks keys by all tokens of the sequence: {WHOLE}")
         check_parts(layer, "streamed layer", "the layer", mixers(layer.named_modules()))
 
 
