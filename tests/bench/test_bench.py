@@ -37,7 +37,7 @@ ROW_KEYS = {
     *("backend", "pass", "median_s", "spread", "waited", "flops", "bytes", "peak_bytes"),
     *("fraction_of_peak", "max_error", "rms_error", "ratio_to"),
 }
-MACHINE_KEYS = {
+MACHINE_KEYS = {  # of every machine; one with tiles says more
     *("cpu", "cores", "isa", "system", "python", "torch", "load_average"),
     *("copy_bytes_per_s", "peak_flops_per_s", "skipped"),
 }
@@ -211,7 +211,7 @@ def attention_report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 
 
 def test_rows_have_the_keys_that_readers_rely_on(attention_report: dict[str, Any]) -> None:
-    assert set(attention_report["machine"]) == MACHINE_KEYS
+    assert set(attention_report["machine"]) >= MACHINE_KEYS
     for row in attention_report["rows"]:
         assert set(row) == ROW_KEYS
         assert row["pass"] in PASSES
@@ -265,7 +265,7 @@ def test_ring_moves_what_is_planned(tmp_path: pathlib.Path, monkeypatch: pytest.
     monkeypatch.setattr(ring, "start_processes", start)
     schemes = ["--scheme", "ring", "--scheme", "ulysses"]
     report = bench(tmp_path, "ring", "--case", "causal", "--dtype", "float32", *schemes, *TINY)
-    assert set(report["machine"]) == MACHINE_KEYS
+    assert set(report["machine"]) >= MACHINE_KEYS
     rows = {(row["backend"], row["pass"]): row for row in report["rows"] if row["scheme"] == "ring"}
     ran = {"ringtile", "ringtile_alone", "torch", "all_gather_by_hand"}
     if importlib.util.find_spec("ringmaster"):

@@ -23,12 +23,12 @@ from device import DEVICE
 from oracle import Attention
 from ringtile import Layout, ShardedSequence, ring_attention
 from ringtile.transport.groups import transport_of
-from test_gpu_kernels import DRAW, MASKS, RESULTS, assert_not_less_exact_than_torch, problem
+from test_gpu_kernels import MASKS, RESULTS, assert_not_less_exact_than_torch, problem
 
 SCHEMES = ("ring", "all_gather", "ulysses", "auto")
-# How far the squares of errors may exceed torch's. "auto" may take aten, which rounds each block of a ring to bfloat16:
-# 1.22 to 1.60 times torch's squares, measured over 8 rounds on CPUs.
-KERNELS = {"ringtile": DRAW, "auto": 3.0}
+# How many times torch's squares of errors, as far as draws agree. "auto" may take aten, which rounds each block of a
+# ring to bfloat16: 1.22 to 1.60 times torch's squares, measured over 8 rounds on CPUs.
+KERNELS = {"ringtile": 1.0, "auto": 3.0}
 
 
 def check(masks: tuple[str, ...] = tuple(MASKS), schemes: tuple[str, ...] = SCHEMES) -> list[str]:
@@ -38,7 +38,7 @@ def check(masks: tuple[str, ...] = tuple(MASKS), schemes: tuple[str, ...] = SCHE
     done = []
     for mask in masks:
         for scheme in schemes:
-            for kernel, draw in KERNELS.items():
+            for kernel, factor in KERNELS.items():
                 sequence = ShardedSequence(MASKS[mask], layout, dist.group.WORLD, scheme=scheme)
                 leaves = [layout.shard(x.detach(), 1, rank).requires_grad_() for x in (p.q, p.k, p.v)]
                 sent = transport_of(dist.group.WORLD).bytes_sent
@@ -49,7 +49,7 @@ def check(masks: tuple[str, ...] = tuple(MASKS), schemes: tuple[str, ...] = SCHE
                 dist.all_gather_object(of_ranks, mine)
                 ours = assemble(of_ranks, layout)
                 results = [getattr(ours, name).to(DEVICE) for name in RESULTS]
-                assert_not_less_exact_than_torch(p, MASKS[mask], results, draw)
+                assert_not_less_exact_than_torch(p, MASKS[mask], results, factor)
                 assert mask != "full" or transport_of(dist.group.WORLD).bytes_sent > sent, "nothing was sent"
                 done.append(f"{mask}, {scheme}, {kernel}")
     return done

@@ -10,6 +10,7 @@ import datasets
 import pytest
 import ringtile
 import torch
+from accuracy import assert_same_steps
 from hf_models import SIZES, hybrid, tiny_model
 from hf_rollouts import make_rollouts, train_rollouts
 from hf_training import PROOF, TOLERANCE, make_pairs, make_trainer, train
@@ -177,7 +178,7 @@ def test_pairs_equal_rows_apart(name: str, size: int) -> None:
         assert_same(run.metrics, expected.metrics, "metrics")
         assert_same(run.losses, expected.losses, "losses")
         for key, weight in expected.weights.items():
-            assert (run.weights[key] - weight).abs().max() <= TOLERANCE * weight.abs().max(), key
+            assert (run.weights[key] - weight).abs().max() <= 2 * TOLERANCE * weight.abs().max(), key  # of 2 steps
 
 
 def _computed_tokens(config: dict[str, Any] | None) -> tuple[int, dict[str, torch.Tensor]]:
@@ -348,9 +349,9 @@ def _train_ways(
 def test_a_trainer_trains_on_a_tree(family: str, size: int) -> None:
     losses, weights = _train_ways(family, _ways())
     for run in run_ranks(size, _train_tree, {"context_parallel_size": size}, family):
-        assert run.losses == pytest.approx(losses, rel=1e-6)  # logged as float32
+        assert_same_steps(run.losses, losses, TOLERANCE)
         for name, weight in weights.items():
-            assert (run.weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
+            assert (run.weights[name] - weight).abs().max() <= len(losses) * TOLERANCE * weight.abs().max(), name
 
 
 @pytest.mark.parametrize(
@@ -359,9 +360,9 @@ def test_a_trainer_trains_on_a_tree(family: str, size: int) -> None:
 def test_a_trainer_trains_on_a_tree_where_nothing_is_sharded(family: str) -> None:
     losses, weights = _train_ways(family, _ways())
     run = _train_tree(ALONE, family)
-    assert run.losses == pytest.approx(losses, rel=1e-6)
+    assert_same_steps(run.losses, losses, TOLERANCE)
     for name, weight in weights.items():
-        assert (run.weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
+        assert (run.weights[name] - weight).abs().max() <= len(losses) * TOLERANCE * weight.abs().max(), name
 
 
 def _train_and_evaluate_on_a_rank(config: dict[str, Any]) -> tuple[list[float], float]:
@@ -468,9 +469,9 @@ def _ways_of_trl(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 def test_a_trainer_trains_on_a_tree_of_trl(seed: int, size: int) -> None:
     losses, weights = _train_ways("llama", _ways_of_trl(seed))
     for run in run_ranks(size, _train_trl_tree, {"context_parallel_size": size}, seed):
-        assert run.losses == pytest.approx(losses, rel=1e-6)  # logged as float32
+        assert_same_steps(run.losses, losses, TOLERANCE)
         for name, weight in weights.items():
-            assert (run.weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
+            assert (run.weights[name] - weight).abs().max() <= len(losses) * TOLERANCE * weight.abs().max(), name
 
 
 def _train_trl_tree(config: dict[str, Any], seed: int) -> Any:

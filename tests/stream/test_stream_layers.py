@@ -413,7 +413,9 @@ def test_the_planner_knows_the_peak(ranks: int, on_host: bool, monkeypatch: pyte
     planned = [sum(of.values()) - of["weights"] - of["optimizer"] - of["engine"] for of in parts]
     sent = (ranks - 1) * 2 * 4 * 16  # bytes of a token's k and v, which the loopback transport copies
     measured = [live_bytes(config, ranks * tokens, given) - sent * tokens for tokens in (512, 640)]
-    assert planned == [pytest.approx(x, rel=0.05) for x in measured]
+    for bytes_planned, most, tokens in zip(planned, measured, (512, 640), strict=True):
+        least = most - sent * tokens  # a rank ahead of its peer sends the next block's before the peer took the first
+        assert 0.95 * least <= bytes_planned <= 1.05 * most
     if on_host:
         keys_and_gradients = 4 * 4 * 16  # in transit: those of a block, and their half for one of two other ranks
         in_transit = (ranks - 1) * keys_and_gradients * 3 // 2

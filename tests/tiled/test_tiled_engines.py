@@ -58,7 +58,7 @@ def one_process(family: str, world_size: int = 2) -> dict[str, Tensor]:
 def assert_near(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=STEPS * 1e-6, msg=name)
 
 
 def shard(model: nn.Module, wrapped: str) -> nn.Module:
