@@ -78,6 +78,7 @@ def test_a_missing_library_is_named_with_what_to_install(monkeypatch: pytest.Mon
 def test_float32_is_not_multiplied_as_tf32_unless_torch_may() -> None:
     class OnCuda(torch.Tensor):
         is_cuda = True
+        device = torch.device("cuda")
 
     x = torch.zeros(1, 1, 2, 4).as_subclass(OnCuda)
     assert "multiplies float32 as TF32" in fla.why_not("ssd", x, 4)

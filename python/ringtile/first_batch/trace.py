@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from ringtile.precision import float32_rounding
 from ringtile.sequence.sharded import ShardedSequence
 
 NUM_SIGNS = 4
@@ -383,6 +384,5 @@ def _signs(begin: int, count: int, device: torch.device) -> Tensor:
 def _epsilon(x: Tensor) -> float:
     """The unit in the last place of 1 in x, or in what made it, which may be coarser: matrix products of float32, and
     the norms of a model in float64, which transformers computes in float32."""
-    coarse = {"highest": 0.0, "high": 2.0**-11, "medium": 2.0**-8}[torch.get_float32_matmul_precision()]
-    made_of = {torch.float32: coarse, torch.float64: torch.finfo(torch.float32).eps}
+    made_of = {torch.float32: float32_rounding(x.device), torch.float64: torch.finfo(torch.float32).eps}
     return max(torch.finfo(x.dtype).eps, made_of.get(x.dtype, 0.0))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringtile.precision import float32_rounding
 from ringtile.recurrent.packed import Sequences, sequences_of, take
 
 INSTALL = "pip install flash-linear-attention"
@@ -61,7 +62,7 @@ def why_not(op: str, x: Tensor, key_dim: int) -> str:
             return f"flash-linear-attention takes q and k (B and C) of 1..{_MAX_KEY_DIM} numbers, not {key_dim}"
         if op == "ssd" and x.dtype in _HALVES and (key_dim % 2 or x.size(3) % 2):
             return f"flash-linear-attention takes even head dims in 16 bits, not {key_dim} and {x.size(3)}"
-        if x.is_cuda and x.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        if x.is_cuda and x.dtype == torch.float32 and float32_rounding(x.device) == 0.0:
             return (
                 "flash-linear-attention multiplies float32 as TF32: train in bfloat16, or allow TF32 by "
                 "torch.set_float32_matmul_precision('high')"

@@ -42,6 +42,7 @@ from ringtile.hf.feature import HOOKS, Enabled, Feature
 from ringtile.hf.features.images import Images, Rows, deal, layout_of, read
 from ringtile.hf.model import drops_attention, towers
 from ringtile.hf.patches import Patches
+from ringtile.precision import float32_rounding
 from ringtile.random_states import all_random_states, set_random_states
 from ringtile.transport.groups import Group, all_gather_seq, transport_of
 from ringtile.transport.transport import all_gather
@@ -227,8 +228,7 @@ class _SplitTower:
         if torch.is_autocast_enabled(x.device.type):
             dtypes.add(torch.get_autocast_dtype(x.device.type))
         units = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
-        if x.is_cuda and torch.get_float32_matmul_precision() != "highest":
-            units.append(2.0**-10)
+        units.append(2.0 * float32_rounding(x.device))
         return math.sqrt(max(units, default=0.0))
 
     def _largest(self, numbers: Sequence[float], device: torch.device) -> list[float]:

@@ -1,0 +1,60 @@
+"""Every setting of float32's precision, by torch's old and new interface and transformers' own, trains with a check."""
+
+import pytest
+import torch
+from hf_training import make_trainer, run_new_ranks
+from ringtile.hf.trainer import enable, first_batch_of
+from ringtile.precision import float32_rounding
+from transformers.utils.import_utils import enable_tf32
+
+NONE, TF32, BF16 = 0.0, 2.0**-11, 2.0**-8
+
+
+def _legacy(name):
+    return lambda: torch.set_float32_matmul_precision(name)
+
+
+def _new(**settings):
+    def choose():
+        for module, value in settings.items():
+            backend = torch.backends if module == "all" else getattr(torch.backends, module).matmul
+            backend.fp32_precision = value
+
+    return choose
+
+
+# One after another in one process, so that the two interfaces are mixed, as in a program that uses libraries.
+SETTINGS = [
+    (lambda: None, NONE),
+    (lambda: enable_tf32(True), TF32),  # what TrainingArguments(tf32=True) does, and torch_compile=True on an Ampere
+    (lambda: enable_tf32(False), NONE),
+    (_legacy("high"), TF32),
+    (_legacy("medium"), BF16),
+    (_legacy("highest"), NONE),
+    (_new(all="tf32", mkldnn="none", cuda="none"), TF32),
+    (_new(all="tf32", mkldnn="ieee", cuda="ieee"), NONE),
+    (lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True), NONE),  # nothing to a CPU
+    (_new(mkldnn="bf16"), BF16),
+]
+
+
+def _trainings():
+    found = []
+    for choose, unit in SETTINGS:
+        choose()
+        assert float32_rounding(torch.device("cpu")) == unit
+        compiled = {"torch_compile": True, "torch_compile_backend": "eager"} if unit == TF32 else {}
+        trainer = make_trainer(max_steps=1, **compiled)
+        enable(trainer, {"context_parallel_size": 2, "first_batch_check": True})
+        trainer.train()
+        found.append((trainer.state.log_history[0]["loss"], first_batch_of(trainer).noise, unit))
+    return found
+
+
+def test_no_setting_of_precision_stops_a_training():
+    for found in run_new_ranks(2, _trainings):
+        expected, exact, _ = found[0]
+        for loss, noise, unit in found:
+            # A CPU that has such products makes them, others do not.
+            assert loss == pytest.approx(expected, rel=max(1e-6, unit))
+            assert noise >= 0.5 * exact * max(unit / torch.finfo(torch.float32).eps, 1.0)
