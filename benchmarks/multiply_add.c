@@ -1,6 +1,5 @@
 // The multiply-add peak of this CPU: the ceiling the kernels are held against. benchmarks/peak.py compiles it with the
-// register tile of one instruction set: RT_ISA is its header in csrc/isa.
-#include RT_ISA
+// register tile of one instruction set.
 #include "attn/register_tile.h"
 #include "attn/tile.h"
 

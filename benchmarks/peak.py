@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import platform
 import subprocess
 import tempfile
 import time
@@ -18,7 +19,9 @@ from ringtile.errors import MissingPackageError
 from benchmarks import measure
 
 SOURCE = Path(__file__).with_name("multiply_add.c")
-HEADERS = {"avx512_bf16": "avx512", "amx_bf16": "avx512"}  # bfloat16 adds no f32 instruction
+# Bytes of a vector, vectors of a panel, as csrc/isa has them; bfloat16 adds no f32 instruction.
+SIZES = {"generic": (16, 4 if platform.machine() in ("aarch64", "arm64") else 2), "avx2": (32, 2)}
+WIDEST = (64, 4)
 
 
 class Peak:
@@ -52,12 +55,13 @@ def on_tiles(dtype: str) -> bool:
 @functools.cache
 def compiled(isa: str, tiles: bool = False) -> ctypes.CDLL:
     """Return the loop for one of `ops.ISA_NAMES`, or for tiles. MissingPackageError: there is no C compiler."""
-    header = f'"isa/{HEADERS.get(isa, isa)}.h"'
+    vector_bytes, panel_vecs = SIZES.get(isa, WIDEST)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "peak.so"
         command = [os.environ.get("CC", "cc"), "-std=gnu17", "-O3", "-march=native", "-shared", "-fPIC"]
         command += ["-DRT_TILES", "-mamx-tile", "-mamx-bf16"] if tiles else []
-        command += [f"-DRT_ISA={header}", "-I", str(SOURCE.parents[1] / "csrc"), str(SOURCE), "-o", str(path)]
+        command += [f"-DRT_VECTOR_BYTES={vector_bytes}", f"-DRT_PANEL_VECS={panel_vecs}", "-DRT_REAL_BITS=32"]
+        command += ["-I", str(SOURCE.parents[1] / "csrc"), str(SOURCE), "-o", str(path)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except (OSError, subprocess.CalledProcessError) as error:
