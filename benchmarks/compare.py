@@ -1,4 +1,4 @@
-"""Compares backends on one workload: time, taken in turns; error; memory, each in a process of its own."""
+"""Compares backends on one workload: time, taken in turns; error; memory, on a CPU each in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import importlib
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -68,7 +69,7 @@ def measure_each(subject: str, comparisons: Sequence[Comparison], repeats: int) 
             {name: partial(module.make_candidate, name, workload, inputs) for name in comparison.backends},
             repeats,
             exact=partial(module.exact_results, workload, inputs),
-            memory=partial(memory_of, subject, workload=workload) if comparison.memory else None,
+            memory=_memory(subject, workload) if comparison.memory else None,
             device=getattr(workload, "device", "cpu"),
         )
 
@@ -78,15 +79,15 @@ def compare(
     makers: Mapping[str, Callable[[], Candidate | None]],
     repeats: int,
     exact: Callable[[], tuple[Tensor, ...] | None],
-    memory: Callable[[str], Mapping[str, int]] | None,
+    memory: Callable[[str, Candidate], Mapping[str, int]] | None,
     device: str = "cpu",
 ) -> Measured:
     """Measures each backend that supports the workload: medians of `repeats` samples.
 
     All times are taken in this process, so that the candidates share threads, caches and allocator and none pays for
     waking threads that another process had put to sleep. makers: a function per backend that returns None if it does
-    not support the workload. exact: returns the float64 results, or None to skip the errors. memory: returns a
-    backend's bytes by pass, measured in another process, because this one keeps the peak and the heap of all of them.
+    not support the workload. exact: returns the float64 results, or None to skip the errors. memory: returns the
+    bytes of a backend and its warm candidate by pass. Says what is known of each before the first time is taken.
     """
     right = exact()
     peak = MatmulPeak() if device == "cuda" else Peak(getattr(cost.workload, "dtype", "float32"))
@@ -103,10 +104,15 @@ def compare(
             raise
         except Exception as error:  # libraries raise anything if they are missing or do not support a case
             skipped[name] = why_skipped(error)
+            print(f" {name}: {skipped[name]}", file=sys.stderr, flush=True)
             continue
         max_error, rms_error = ({}, {}) if right is None else errors(first, right)
         del first
-        untimed[name] = Untimed(max_error, rms_error, memory(name) if memory and candidate.backward else {})
+        peak_bytes = memory(name, candidate) if memory and candidate.backward else {}
+        untimed[name] = Untimed(max_error, rms_error, peak_bytes)
+        known = [f"{which} error {error:.1e}" for which, error in max_error.items()]
+        known += [f"{which} {num_bytes / 2**20:.0f} MiB" for which, num_bytes in peak_bytes.items()]
+        print(f" {name}: {', '.join(known) or 'ran'}", file=sys.stderr, flush=True)
         samplers[name] = partial(mean_sample, partial(timed, candidate, device))
     seconds = take_turns(samplers, repeats)
     peak_flops_per_s = peak.flops / seconds.pop("peak")["peak"].median
@@ -146,6 +152,14 @@ def by_pass(numbers: list[float]) -> dict[str, float]:
 # ---- memory -------------------------------------------------------------------------------------
 
 
+def _memory(subject: str, workload: Any) -> Callable[[str, Candidate], dict[str, int]]:
+    """Return what measures a backend's memory: a GPU's allocator counts the tensors of this process, while a CPU's peak
+    and heap are those of all backends."""
+    if getattr(workload, "device", "cpu") == "cuda":
+        return lambda name, candidate: growth_of(candidate, "cuda")
+    return lambda name, candidate: memory_of(subject, name, workload)
+
+
 def memory_of(subject: str, name: str, workload: Any) -> dict[str, int]:
     """By how many bytes one forward and backward raise the memory of a fresh process, outputs included, by pass.
 
@@ -162,19 +176,24 @@ def _memory_of(subject: str, name: str, workload: Any, num_threads: int) -> dict
     torch.set_num_threads(num_threads)
     device = getattr(workload, "device", "cpu")
     module = importlib.import_module(f"benchmarks.{subject}")
-    growth = (0, 0)
+    growth: dict[str, int] = {}
     for size in (module.smaller(workload), workload):  # the first run loads libraries and starts threads
-        candidate: Candidate = module.make_candidate(name, size, module.make_inputs(size))
-        assert candidate.backward is not None
-        _give_back_freed_memory()
-        reset_peak_bytes(device)
-        before = peak_bytes(device)
-        out = candidate.forward()
-        forward = peak_bytes(device) - before
-        gradients = candidate.backward(out)
-        growth = (forward, peak_bytes(device) - before)
-        del out, gradients
-    return dict(zip(PASSES, (growth[0], growth[1], growth[1]), strict=True))
+        growth = growth_of(module.make_candidate(name, size, module.make_inputs(size)), device)
+    return growth
+
+
+def growth_of(candidate: Candidate, device: str) -> dict[str, int]:
+    """By how many bytes one forward and backward raise this process's peak, by pass."""
+    assert candidate.backward is not None
+    _give_back_freed_memory()
+    reset_peak_bytes(device)
+    before = peak_bytes(device)
+    out = candidate.forward()
+    forward = peak_bytes(device) - before
+    gradients = candidate.backward(out)
+    both = peak_bytes(device) - before
+    del out, gradients
+    return dict(zip(PASSES, (forward, both, both), strict=True))
 
 
 def _give_back_freed_memory() -> None:

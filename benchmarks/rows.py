@@ -23,7 +23,7 @@ Grid = dict[str, tuple[str, ...] | tuple[int, ...]]  # by field of the workload,
 class Comparison(NamedTuple):
     """The backends to compare on one workload, a dataclass of the subject.
 
-    memory: also measure each backend's memory, in a process of its own.
+    memory: also measure each backend's memory.
     """
 
     workload: Any
