@@ -1,15 +1,26 @@
-"""A test that breaks the device ends its process; another process runs the remaining tests."""
+"""A test that hangs or breaks the device ends its process, and is named; another process runs the remaining tests."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 from device import DEVICE
+from failures import HOW, line
 from ringtile import ops
+
+SECONDS = float(os.environ.get("RINGTILE_TEST_SECONDS", "0"))  # that a test may take; run_all sets it
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+STDERR = 2
+
+
+def pytest_configure() -> None:
+    global STDERR
+    STDERR = os.dup(2)  # not yet captured
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -25,22 +36,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Tells of a failure at once, as a run that is killed has no summary; of a worker that ended too."""
-    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
-        said = [line for line in report.longreprtext.splitlines() if line.strip()]
-        print(f"\nFAILED {report.nodeid} ({report.when})", *said[-6:], sep="\n", flush=True)
+    if report.failed and not IS_WORKER:
+        said = [text for text in report.longreprtext.splitlines() if text.strip()]
+        crashed, no_memory = ("crashed while running", "OutOfMemoryError")
+        how = HOW[2 if crashed in report.longreprtext else no_memory in report.longreprtext]
+        print(f"\n{line(report.nodeid, how)}", *said[-6:], sep="\n", flush=True)
+
+
+def end_process(nodeid: str, how: str, reason: str) -> None:
+    os.write(STDERR, f"\n{line(nodeid, how, reason)}\n".encode())
+    if how == "hung":
+        faulthandler.dump_traceback(STDERR)
+    os._exit(1)
 
 
 @pytest.fixture(autouse=True)
 def device_lives(request: pytest.FixtureRequest) -> Iterator[None]:
     """After an illegal memory access every later call fails too, so pytest-xdist has to start a new process."""
+    nodeid = request.node.nodeid
+    timer = threading.Timer(SECONDS, end_process, (nodeid, "hung", f"not done after {SECONDS:.0f} s"))
+    timer.daemon = True
+    if SECONDS:
+        timer.start()
+        faulthandler.dump_traceback_later(SECONDS + 10, exit=True, file=STDERR)  # where no thread may run
     if DEVICE.type == "cuda":
         ops.why_not_on(0)  # loads the kernels, as ops that a test calls directly do not
     yield
-    if DEVICE.type == "cuda" and "PYTEST_XDIST_WORKER" in os.environ:
+    if DEVICE.type == "cuda" and IS_WORKER:
         try:
             torch.cuda.synchronize()
         except RuntimeError as error:
-            capture = request.config.pluginmanager.getplugin("capturemanager")
-            with capture.global_and_fixture_disabled():
-                print(f"\n{request.node.nodeid} lost the device: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
+            end_process(nodeid, "lost the device", str(error))
+    timer.cancel()
+    if SECONDS:
+        faulthandler.cancel_dump_traceback_later()

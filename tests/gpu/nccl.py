@@ -60,7 +60,7 @@ def main() -> None:
         print("one GPU: nobody to send to")
         return
     dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo")
-    done = check()
+    done = check() if DEVICE.type == "cuda" else check(("documents",), ("ring", "ulysses"))
     if dist.get_rank() == 0:
         print(f"{len(done)} cases over {dist.get_world_size()} ranks on {DEVICE.type} are right")
     dist.destroy_process_group()

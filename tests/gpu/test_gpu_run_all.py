@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -28,11 +29,12 @@ SCRIPT = pathlib.Path(__file__).parent / "run_all"
 
 
 @pytest.fixture
-def run_all() -> ModuleType:
+def run_all(tmp_path: pathlib.Path) -> ModuleType:
     loader = SourceFileLoader("run_all", str(SCRIPT))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("run_all", loader))  # type: ignore[arg-type]
     sys.modules["run_all"] = module
     loader.exec_module(module)
+    module.PARTS = tmp_path / "build"
     return module
 
 
@@ -47,28 +49,54 @@ def test_without_a_gpu_it_says_so_and_does_nothing(tmp_path: pathlib.Path) -> No
 
 
 def test_steps_name_existing_files(run_all: ModuleType, tmp_path: pathlib.Path) -> None:
-    for step in run_all.steps(tmp_path).values():
-        assert 0 < step.seconds < run_all.SECONDS < 600
-        assert all((run_all.ROOT / part).exists() for part in step.command if part.endswith(".py"))
+    for rehearse in (False, True):
+        plan = run_all.steps(tmp_path, rehearse)
+        for step in plan.values():
+            assert 0 < step.seconds < run_all.SECONDS < 600
+            assert all((run_all.ROOT / part).exists() for part in step.command if part.endswith(".py"))
+            assert not step.beside or step.beside in plan
+        assert {*run_all.SECOND, *run_all.ASKED} < set(plan)
 
 
-def test_measurements_cover_the_quick_bench(
+def test_the_sanitizer_looks_at_every_kernel(run_all: ModuleType) -> None:
+    """Each kernel has one of the names in its own, and each name is in that of a kernel."""
+    kernels: set[str] = set()
+    for file in sorted([*(run_all.ROOT / "cuda").rglob("*.cu"), *(run_all.ROOT / "cuda").rglob("*.cuh")]):
+        for found in re.finditer(r"^(?:template.*)?RT_KERNEL\(.*\)\s*(\w+)\(RT_PARAMS", file.read_text(), re.MULTILINE):
+            kernels.add(found[1])
+    assert {"move_rows", "glu", "attn_bwd_sm90_kernel", "attn_fwd_sm90_kernel"} < kernels
+    for kernel in kernels:
+        assert any(name in kernel for name in run_all.OUR_KERNELS), kernel
+    for name in (*run_all.OUR_KERNELS, "attn_fwd_sm90", "attn_bwd_sm90"):
+        assert any(name in kernel for kernel in kernels), name
+
+
+def test_measurements_are_of_the_quick_bench(
     run_all: ModuleType, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With a GPU; a rehearsal has a tiny workload of each subject."""
+
     def chosen(options: tuple[str, ...]) -> set[object]:
         parser = argparse.ArgumentParser()
         parser.add_argument("--json")
         bench.add_arguments(parser)
         subject = importlib.import_module(f"benchmarks.{options[0]}")
-        return {comparison.workload for comparison in bench.chosen(parser.parse_args(options), subject)}
+        comparisons = bench.chosen(parser.parse_args(options), subject)
+        for comparison in comparisons if "cuda" not in options else ():
+            subject.check(comparison.workload)
+        return {comparison.workload for comparison in comparisons}
 
     monkeypatch.setattr(run_all, "num_gpus", lambda: 2)
-    steps = run_all.steps(tmp_path)
-    points = {name: chosen(step.command[3:]) for name, step in steps.items() if name.startswith("bench")}
+    subjects = set()
+    for rehearse in (True, False):
+        steps = run_all.steps(tmp_path, rehearse)
+        benches = {name: step.command[3:] for name, step in steps.items() if "benchmarks" in step.command}
+        points = {name: chosen(options) for name, options in benches.items() if options[0] in bench.SUBJECTS}
+        subjects = {options[0] for options in benches.values()}
+        assert all(len(workloads) == 1 for workloads in points.values() if rehearse)
+        assert subjects >= set(bench.SUBJECTS)
     assert points["bench"] | points["bench_masks"] == chosen(("attention", "--quick", "--device", "cuda"))
     assert points["bench_sm80"] == points["bench"]
-    for subject in bench.SUBJECTS:
-        assert any(step.command[3] == subject for step in steps.values() if "benchmarks" in step.command), subject
 
 
 def test_what_needs_several_gpus_comes_first_where_there_are(
@@ -80,8 +108,8 @@ def test_what_needs_several_gpus_comes_first_where_there_are(
         names[count] = list(run_all.steps(tmp_path))
     assert names[2][:4] == ["smoke", "nccl", "trainer", "bench_ring"]
     assert names[1][0] == "smoke"
-    assert names[1].index("kernels") < names[1].index("trainer") < names[1].index("nccl")
-    assert set(names[0]) == set(names[2]) == {*names[1], "bench_ring"}
+    assert names[1].index("kernels") < names[1].index("again") < names[1].index("train_32k")
+    assert set(names[0]) == set(names[2]) == {*names[1], *run_all.OF_SEVERAL}
 
 
 def archived(folder: pathlib.Path) -> dict[str, bytes]:
@@ -98,9 +126,11 @@ def test_a_step_that_fails_or_hangs_is_reported(run_all: ModuleType, tmp_path: p
     run_all.ARCHIVE_SECONDS = 0.2
 
     def status(program: str, seconds: float = 60) -> object:
-        return run_all.run("step", run_all.Step(seconds, (sys.executable, "-c", program)), folder, parts)["status"]
+        step = run_all.Step(seconds, (sys.executable, "-c", program))
+        return run_all.run({"step": step}, folder, parts)["step"]["status"]
 
     assert (status(""), status("exit(3)")) == (0, 3)
+    assert status("import os; os.kill(os.getpid(), 11)") == "lost its process, signal 11"
     pid = tmp_path / "pid"
     sleep = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     hangs = f"import subprocess, sys; print('said', flush=True); subprocess.run([sys.executable, '-c', {sleep!r}])"
@@ -121,7 +151,7 @@ def is_running(pid: int) -> bool:
 def fake_steps(run_all: ModuleType, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str]) -> None:
     """Steps that are Python programs, on a machine with a GPU."""
 
-    def steps(parts: pathlib.Path) -> dict[str, object]:
+    def steps(parts: pathlib.Path, **options: bool) -> dict[str, object]:
         return {
             name: run_all.Step(60, (sys.executable, "-c", text), run_all.SM_80 if "sm80" in name else {})
             for name, text in programs.items()
@@ -143,12 +173,13 @@ def test_a_step_that_fails_does_not_stop_the_others_and_can_be_run_again(
     fake_steps(run_all, monkeypatch, programs)
 
     def statuses() -> dict[str, object]:
-        return {name: found["status"] for name, found in json.loads((folder / "summary.json").read_text()).items()}
+        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+        return {name: found["status"] for name, found in summary.items()}
 
-    assert run_all.main([str(folder)]) == 1
+    assert run_all.main([str(folder), *programs]) == 1
     assert statuses() == {"kernels": 1, "kernels_sm80": 0}
     assert archived(folder)["kernels_sm80.log"] == b"sm_80\n"
-    assert sorted(path.name for path in folder.iterdir()) == ["results.tar.gz", "summary.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["results.tar.gz", "summary.json", "table.txt"]
     assert "again: python tests/gpu/run_all FOLDER --seconds 540 kernels\n" in capfd.readouterr().out
     fixed.touch()
     assert run_all.main([str(folder), "kernels"]) == 0
@@ -156,25 +187,88 @@ def test_a_step_that_fails_does_not_stop_the_others_and_can_be_run_again(
     assert run_all.main([str(folder), "--seconds", "0", "kernels_sm80"]) == 1
     assert statuses() == {"kernels": 0, "kernels_sm80": "no time was left"}
     assert run_all.main([str(folder), "kernel"]) == 2
-    assert "there is no step kernel here; expected some of kernels, kernels_sm80" in capfd.readouterr().out
+    expected = "there is no step kernel here; expected second, or some of kernels, kernels_sm80"
+    assert expected in capfd.readouterr().out
 
 
-def test_a_step_that_needs_a_gpu_is_rehearsed_up_to_its_refusal(
+def test_a_step_runs_beside_another_and_one_whose_program_is_not_here_says_so(
     run_all: ModuleType, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Only in a rehearsal: on a machine with a GPU the same words are a failure. Other errors always are."""
-    refusal = f"print({run_all.NO_GPU!r}); exit(2)"
-    fake_steps(run_all, monkeypatch, {"bench": refusal, "bench_masks": "exit(2)", "ring": refusal})
+    """Each of two steps waits until the other has begun."""
+    meet = (
+        "import os, sys, time\nopen({mine!r}, 'w').close()\n"
+        "while not os.path.exists({other!r}): time.sleep(0.01)\nprint('met')"
+    )
+    here, there = (str(tmp_path / name) for name in ("here", "there"))
+    programs = {
+        "kernels": meet.format(mine=here, other=there),
+        "bench_cpu": meet.format(mine=there, other=here),
+        "memcheck": "exit(1)",
+    }
+    fake_steps(run_all, monkeypatch, programs)
     plan = run_all.steps(tmp_path)
-    plan |= {name: step._replace(needs_gpu=name != "ring") for name, step in plan.items()}
-    monkeypatch.setattr(run_all, "steps", lambda parts: plan)
-    assert run_all.main([str(tmp_path / "there"), "bench"]) == 1
-    monkeypatch.setattr(run_all, "why_not", lambda: "torch sees no GPU")
-    assert run_all.main([str(tmp_path / "here"), "--rehearse"]) == 1
-    printed = capfd.readouterr().out
-    assert "rehearsal: torch sees no GPU\nbinaries: carried\n" in printed
-    assert "bench: fine, there is no more to rehearse without a GPU" in printed
-    assert printed.endswith("FOLDER --seconds 540 bench_masks ring\n")
+    plan["kernels"] = plan["kernels"]._replace(beside="bench_cpu")
+    plan["memcheck"] = plan["memcheck"]._replace(why_not="compute-sanitizer is not installed")
+    monkeypatch.setattr(run_all, "steps", lambda parts, **options: plan)
+    assert run_all.main([str(tmp_path / "out")]) == 0
+    *_, first, second, third = capfd.readouterr().out.splitlines()
+    for name, line in (("kernels", first), ("bench_cpu", second)):
+        assert re.fullmatch(rf"{name} +\d+\.\d s  ok: met", line), line
+    assert third.endswith("ok: skipped, compute-sanitizer is not installed")
+
+
+def test_at_most_eight_files_come_back(run_all: ModuleType, tmp_path: pathlib.Path) -> None:
+    """Logs are cut; the smallest of the large files lie beside the archive, which has the small ones."""
+    folder, parts = tmp_path / "out", tmp_path / "parts"
+    folder.mkdir()
+    parts.mkdir()
+    run_all.LARGE_BYTES, run_all.MAX_LOG_BYTES = 100, 10
+    for i in range(9):
+        (parts / f"trace_{i}.json.gz").write_bytes(bytes(101 + i))
+    (parts / "trainer.json").write_text("{}")
+    (parts / "kernels.log").write_text("x" * 1000 + "0123456789")
+    run_all.archive(folder, parts)
+    names = ["results.tar.gz", *(f"trace_{i}.json.gz" for i in range(5))]  # and summary.json, table.txt
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert archived(folder) == {"kernels.log": b"0123456789", "trainer.json": b"{}"}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_what_is_planted_is_named_at_the_end(
+    run_all: ModuleType, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A test that fails, one that hangs, one that takes its process along and one without memory, beside one that
+    passes; each again, alone; and the step behind them."""
+    pytest.importorskip("xdist")
+    monkeypatch.setattr(run_all, "why_not", lambda: "no GPU")
+    monkeypatch.setattr(run_all, "binaries", lambda: ("", None))
+    monkeypatch.setattr(run_all, "SLOWER", 20)
+    monkeypatch.setattr(run_all, "TEST_SECONDS", 20)
+    of_all = run_all.steps
+
+    def steps(parts: pathlib.Path, **options: bool) -> dict[str, Any]:
+        plan = of_all(parts, **options)
+        command = tuple(part for part in plan["kernels"].command if "test_gpu" not in part)
+        kernels = plan["kernels"]._replace(command=command, beside="")
+        last = run_all.Step(60, (sys.executable, "-c", "print('still here')"))
+        return {"kernels": kernels, "again": plan["again"], "last": last}
+
+    monkeypatch.setattr(run_all, "steps", steps)
+    folder = tmp_path / "out"
+    assert run_all.main([str(folder), "--rehearse", "--planted"]) == 1
+    kernels, again, last = (folder / "table.txt").read_text().splitlines()
+    for line in (kernels, again):
+        for name, how in {
+            "failure": "failed",
+            "hang": "hung",
+            "lost_process": "lost its process",
+            "out_of_memory": "out of memory",
+        }.items():
+            assert f"planted.py::test_planted_{name}: {how}" in line
+        assert "nothing_is_planted" not in line
+    assert last.endswith("ok: still here")
+    assert "FOLDER --seconds 540 kernels again\n" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("sm_90a", ["ok", "started the forward, and did not end"])
@@ -186,7 +280,7 @@ def test_kernels_that_fail_the_smoke_step_are_not_used_by_the_others(
     sm_90a: str,
 ) -> None:
     """The smoke step runs first, whichever steps are wanted."""
-    folder, parts = tmp_path / "out", tmp_path / "out.parts"
+    folder, parts = tmp_path / "out", run_all.PARTS / "out"
     found = {"sm_80": "ok", "sm_90a": sm_90a}
     smoke = f"open({str(parts / 'smoke.json')!r}, 'w').write({json.dumps(found)!r}); exit({sm_90a != 'ok'})"
     isa = "import os; print(os.environ.get('RINGTILE_CUDA_ISA'))"
