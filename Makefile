@@ -14,8 +14,8 @@
 # make lint    clang-format, ruff, mypy
 # make wheel   the sdist and, from it alone, the wheel for any Linux with glibc 2.28, checked by auditwheel: dist/
 # make matrix  the wheel with each torch, Python and library that it supports, one fresh venv each; writes the table of
-#              docs/guide/versions.md (an hour, gigabytes; `make matrix ROWS="0 5"` tries these rows of matrix.py,
-#              ROWS="5 transformers==5.25.0" one with a new release, before pyproject.toml allows it)
+#              docs/guide/versions.md (an hour, gigabytes; `make matrix ROWS="0 2"` tries these rows of matrix.py,
+#              ROWS="2 transformers==5.25.0" one with a new release, before the extra dev allows it)
 # make try-wheel  the wheel in a fresh venv, without a compiler: README's first script and demonstration (minutes)
 # make docs    build the documentation site into build/site, in a venv of its own (build/docs-venv); Python >= 3.11
 # make setup   .venv with everything that constraints.txt pins

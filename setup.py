@@ -370,5 +370,5 @@ setup(
     ],
     ext_modules=extensions,
     cmdclass={"build_clib": BuildCore, "build_ext": BuildExtensions.with_options(use_ninja=False)},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -114,12 +114,12 @@ def test_warns_once_of_positions_beyond_those_of_an_unscaled_model() -> None:
 @pytest.mark.parametrize(("version", "times"), [("5.25.0.dev0", 1), ("6.0", 1), ("5.24.9", 0)])
 def test_a_release_that_was_not_tried_is_said_once(version, times, caplog, monkeypatch):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
-    trainers.warn_of_unproved.cache_clear()
+    trainers.warn_of_untried.cache_clear()
     with caplog.at_level("WARNING", logger="ringtile"):
         for _ in range(2):
             trainer = make_trainer()
             ringtile.enable(trainer, {"tiled_mlp": True})
             ringtile.restore(trainer)
-    trainers.warn_of_unproved.cache_clear()
-    said = f"transformers {version} is newer than the releases that ringtile was tried with"
+    trainers.warn_of_untried.cache_clear()
+    said = f"transformers {version} is newer than 5.24, the newest release that ringtile was tried with"
     assert sum(said in record.getMessage() for record in caplog.records) == times

@@ -3,6 +3,7 @@ lax ones; the binaries need only stable symbols."""
 
 from __future__ import annotations
 
+import ast
 import pathlib
 import re
 import shlex
@@ -13,7 +14,6 @@ import sys
 
 import pytest
 import ringtile
-from packaging.requirements import Requirement
 from pool import run_program
 from ringtile.errors import EXTRAS
 from ringtile.hf import trainers
@@ -401,7 +401,7 @@ def test_what_runs_without_other_packages_and_what_names_them() -> None:
     assert old == "torch 2.10.1+cpu is too old; expected torch >= 2.11: pip install 'torch>=2.11' False"
     assert [line.split(" needs ")[0] for line in missing] == ["ringtile.enable", "ringtile.auto", "ringtile.tile_mlps"]
     assert all("transformers, which is not installed" in line for line in missing)
-    assert all("pip install 'transformers>=5.17,<5.25' 'accelerate>=1.15,<1.16'" in line for line in missing)
+    assert all("pip install 'transformers>=5.17' 'accelerate>=1.15'" in line for line in missing)
 
 
 def test_what_messages_say_of_extras_is_what_pyproject_has() -> None:
@@ -410,6 +410,23 @@ def test_what_messages_say_of_extras_is_what_pyproject_has() -> None:
     hf, train = packages["hf"], packages["train"]
     assert train[0] == "ringtile[hf]"
     assert {"hf": shlex.join(hf), "train": shlex.join(hf + train[1:])} == EXTRAS
-    for package in map(Requirement, trainers.PROVED):
-        end = next(bound.version for bound in package.specifier if bound.operator == "<")
-        assert {*re.findall(rf'"{package.name}>=[^"]*?<([\d.]+)', text)} == {end}
+    for name, (major, minor) in trainers.TRIED.items():
+        assert re.findall(rf'"{name}[^"]*<([\d.]+)"', text) == [f"{major}.{minor + 1}"]  # once, in the extra dev
+
+
+# Written for a package that whoever imports them has: axolotl brings pydantic too.
+FOR_OTHERS = {"axolotl.py": {"axolotl", "pydantic"}, "four_bit.py": {"peft"}}
+
+
+def test_what_modules_import_is_declared() -> None:
+    """Every package that a module of ringtile imports as it is loaded is a dependency, or of the extras hf, train."""
+    text = (ROOT / "pyproject.toml").read_text()
+    lines = re.findall(r"^(?:dependencies|hf|train) = \[(.*)\]$", text, re.M)
+    declared = {name.lower() for line in lines for name in re.findall(r'"([A-Za-z]+)', line)}
+    declared |= {"yaml"} & {name.replace("pyyaml", "yaml") for name in declared}
+    for path in (ROOT / "python").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            packages = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+            assert packages <= declared | {"ringtile"} | FOR_OTHERS.get(path.name, set()), path

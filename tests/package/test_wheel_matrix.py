@@ -70,9 +70,9 @@ def test_main_writes_kept_and_new_results_into_the_page_and_names_failures(tmp_p
     page.write_text(f"before\n{matrix.BEGIN}an old table\n{matrix.END}after\n")
     monkeypatch.setattr(matrix, "PAGE", page)
     monkeypatch.setattr(
-        matrix, "ROWS", [matrix.Row("3.10", "2.11"), matrix.Row("3.11", ""), matrix.Row("3.12", "2.10")]
+        matrix, "ROWS", [matrix.Row("3.11", "2.11"), matrix.Row("3.12", ""), matrix.Row("3.13", "2.10")]
     )
-    result = {"versions": {"python": "3.10.13", "torch": "2.11.0"}, "date": "2026-11-23"}
+    result = {"versions": {"python": "3.11.7", "torch": "2.11.0"}, "date": "2026-11-23"}
     verdicts = {0: "3 passed", 2: "FAILED: a | b"}
 
     def try_row(number, wheel, folder, releases):

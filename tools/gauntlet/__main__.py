@@ -83,7 +83,7 @@ def page(rows: list[dict[str, Any]]) -> str:
     """The tables of attention and of training, and what was said where a cell is not exact."""
     names = [name for name in backends() if any(row["backend"] == name for row in rows)]
     cells = {(row["backend"], row["case"], row["trains"]): row for row in rows}
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
     machine = f"{platform.machine()}, {os.cpu_count()} cores, gloo, {judge.RANKS} ranks, no GPU"
     lines = [f"{today}, {machine}, Python {platform.python_version()}, torch {torch.__version__}.", ""]
     lines += ["| backend | package | what is called |", "| --- | --- | --- |"]

@@ -1,8 +1,8 @@
 """Tries a wheel with the versions that it supports, and writes the table of docs/guide/versions.md.
 
     python matrix.py WHEEL FOLDER        every row, then the table
-    python matrix.py WHEEL FOLDER 0 5    these rows, then the table of all results in FOLDER
-    python matrix.py WHEEL FOLDER 5 transformers==5.25.0    this row with a new release, which pyproject.toml does not
+    python matrix.py WHEEL FOLDER 0 2    these rows, then the table of all results in FOLDER
+    python matrix.py WHEEL FOLDER 2 transformers==5.25.0    this row with a new release, which the extra dev does not
                                                             allow yet: what to run before its bound is raised
 
 A row is a fresh venv, made by uv, with the wheel and the packages that the row names, in which tests of this checkout
@@ -52,8 +52,6 @@ class Row(NamedTuple):
 
 
 ROWS = [
-    # Python 3.10 has none of the newest transformers.
-    *(Row("3.10", torch) for torch in ("2.11", "2.12", "2.13")),
     *(
         Row(python, torch, (f"transformers=={transformers}.*",))
         for python, transformers in (("3.11", "5.24"), ("3.12", "5.23"), ("3.13", "5.17"))
@@ -61,7 +59,7 @@ ROWS = [
     ),
     Row("3.13", ""),
     Row("3.14", ""),
-    Row("3.10", "2.11", oldest=True),
+    Row("3.11", "2.11", oldest=True),
     Row("3.11", "2.13", ("axolotl-ringmaster",), tests=("tests/bench/test_bench.py", *SUITE)),
     Row("3.11", "2.13", ("liger-kernel==0.8.5",), tests=("tests/hf/test_liger.py", *SUITE)),
     # axolotl pins its packages, some below the versions of [hf].

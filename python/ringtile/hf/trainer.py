@@ -78,7 +78,7 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
     patches = Patches.of(lambda patches: _install(trainer, config, patches))
     if trainer.args.process_index == 0:
         logger.info(_summary(trainer, config))
-        trainers.warn_of_unproved()
+        trainers.warn_of_untried()
     return patches
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import shlex
+import re
 import sys
 
 import transformers
-from packaging.requirements import Requirement
-from packaging.version import Version
 from transformers import Trainer
 
-from ringtile.errors import EXTRAS, RefusedError
+from ringtile.errors import RefusedError
 from ringtile.hf.group import accelerate_knows_groups
 from ringtile.hf.liger import check_liger
 from ringtile.hf.model import adapters_of, adds_tokens, base_model, dropping, reads_rows
@@ -37,7 +35,7 @@ _METHODS = (
     *("_prepare_context_parallel_inputs", "_prepare_inputs", "training_step", "prediction_step", "evaluation_loop"),
     *("_get_num_items_in_batch", "_track_num_input_tokens", "get_total_train_batch_size"),
 )
-_MIN_MESH = Version("5.24")
+_MIN_MESH = (5, 24)
 _ASYNC = {"AsyncGRPOTrainer", "AsyncDistillationTrainer"}
 
 
@@ -96,8 +94,8 @@ def check_trainer(trainer: Trainer) -> None:
             "load the model by from_pretrained(distributed_config=DistributedConfig(tp_size=..., fsdp_size=...))",
         ),
         f"distributed_config in transformers {transformers.__version__}": (
-            mesh is not None and Version(transformers.__version__) < _MIN_MESH,
-            f"its meshes were tried from {_MIN_MESH} on",
+            mesh is not None and minor_release(transformers.__version__) < _MIN_MESH,
+            "its meshes were tried from 5.24 on",
         ),
         "pp_size or ep_size in distributed_config": (
             mesh is not None and (mesh.pp_size > 1 or mesh.ep_size > 1),
@@ -127,21 +125,29 @@ def check_trainer(trainer: Trainer) -> None:
     check_liger(trainer)
 
 
-# By `make matrix`, as in pyproject.toml.
-PROVED = shlex.split(EXTRAS["hf"])
-PROVED += ["torch>=2.11,<2.16", "trl>=1.14,<1.17", "peft>=0.21,<0.22", "deepspeed>=0.19.3,<0.20"]
+# The newest minor releases that `make matrix` has tried; the extra dev of pyproject.toml ends there.
+TRIED = {
+    **{"torch": (2, 15), "transformers": (5, 24), "accelerate": (1, 15)},
+    **{"trl": (1, 16), "peft": (0, 21), "deepspeed": (0, 19)},
+}
 
 
 @functools.cache
-def warn_of_unproved() -> None:
-    """Names each package, of those imported now, that is newer than the releases ringtile was tried with. Once."""
-    for text in PROVED:
-        package = Requirement(text)
-        version = Version(str(getattr(sys.modules.get(package.name), "__version__", "0")))
-        end = next(Version(bound.version) for bound in package.specifier if bound.operator == "<")
-        if version.release >= end.release:  # of a development version too
-            logger.warning(
-                f"{package.name} {version} is newer than the releases that ringtile was tried with: what it changes "
-                f"may be refused, or only be seen by the first batch's proof; expected one of those: pip install "
-                f"'{text}'"
-            )
+def warn_of_untried() -> None:
+    """Name the packages, of those imported now, that are newer than the releases ringtile was tried with. Once."""
+    versions = {name: str(getattr(sys.modules.get(name), "__version__", "0")) for name in TRIED}
+    newer = [
+        f"{name} {version} is newer than {TRIED[name][0]}.{TRIED[name][1]}"
+        for name, version in versions.items()
+        if minor_release(version) > TRIED[name]
+    ]
+    if newer:
+        logger.warning(
+            f"{', '.join(newer)}, the newest release that ringtile was tried with; what it changes may be refused, or "
+            "only be seen by the first batch's proof"
+        )
+
+
+def minor_release(version: str) -> tuple[int, ...]:
+    """Return (5, 24) for "5.24.0.dev0"."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -128,7 +128,7 @@ def keep_modes() -> None:
     if make is None:
         raise RefusedError(
             f"torch.utils.checkpoint of this torch has no {_GENERATOR}, by which checkpoints inside context_parallel "
-            "are recomputed; expected torch >= 2.11, < 2.16"
+            "are recomputed; expected torch 2.11 to 2.15"
         )
     function: Any = torch_checkpoint.CheckpointFunction
     apply = function.apply.__func__

@@ -75,7 +75,7 @@ class SocketChannel:
         for peer in peers:
             try:
                 self._sockets[peer].sendall(header)
-            except ConnectionError:  # noqa: PERF203
+            except ConnectionError:
                 pass
             except OSError as error:
                 with contextlib.suppress(OSError):

@@ -66,7 +66,7 @@ class Exchange:
             for peers, work in self.works:
                 try:
                     work.wait()
-                except RuntimeError as error:  # noqa: PERF203
+                except RuntimeError as error:
                     raise transport._lost(peers, reason_of(error), self.what) from error
             transport.wait_seconds += time.perf_counter() - began
         transport._under_way.discard(self)
