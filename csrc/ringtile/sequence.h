@@ -139,10 +139,12 @@ typedef struct rt_balance_params {
 int64_t rt_balance_workspace_bytes(const rt_balance_params *p);
 
 // owner (C): the rank of each chunk, of which ranks get as many, give or take one. The work of the busiest rank ends
-// within 3 % of the mean where chunks of that size allow it, and is no more than where each rank holds neighbours.
+// within 3 % of the mean where chunks of that size allow it; of three layouts that do so (contiguous, zigzag, and one
+// made for the mask) that is taken whose slowest rank computes, or receives keys, for the shortest time.
+// loads (W): the unmasked pairs of each rank
 //   RT_BAD_SHAPE, RT_TOO_LARGE, RT_BAD_POINTER, RT_WORKSPACE
-// O(S + W C) and, for each of at most 400 trades, O(C).
-rt_status rt_balance(const rt_balance_params *p, int64_t *owner);
+// O(S + C log C log W); 40 bytes of workspace for a chunk.
+rt_status rt_balance(const rt_balance_params *p, int64_t *owner, int64_t *loads);
 
 // ---- the mask of a block as a few shapes ---------------------------------------------------------
 

@@ -124,9 +124,10 @@ std::tuple<Tensor, Tensor> plan_counts(const Tensor &begin, const Tensor &end, c
     return {keys, pairs};
 }
 
-// (C): the rank of each chunk of tokens. begin, end (rows, S) of the queries; num_keys (rows, S) with two sides.
-Tensor balance(const Tensor &begin, const Tensor &end, const std::optional<Tensor> &num_keys, int64_t world_size,
-               int64_t chunk) {
+// owner (C): the rank of each chunk of tokens; loads (W). begin, end (rows, S) of the queries; num_keys (rows, S) with
+// two sides.
+std::tuple<Tensor, Tensor> balance(const Tensor &begin, const Tensor &end, const std::optional<Tensor> &num_keys,
+                                   int64_t world_size, int64_t chunk) {
     const Op op("balance");
     op.arg("begin", begin).dim(2);
     rt_balance_params p = {};
@@ -138,9 +139,11 @@ Tensor balance(const Tensor &begin, const Tensor &end, const std::optional<Tenso
     p.workspace_bytes = rt_balance_workspace_bytes(&p);
     const Tensor workspace = on_host({p.workspace_bytes}, ScalarType::Byte); // torch aligns to 64 bytes
     p.workspace = workspace.data_ptr();
-    Tensor owner = on_host({p.workspace_bytes > 0 ? (p.seq_len - 1) / chunk + 1 : 1}, ScalarType::Long);
-    check(rt_balance(&p, static_cast<int64_t *>(owner.data_ptr())), op.name);
-    return owner;
+    const bool is_valid = p.workspace_bytes > 0;
+    const Tensor owner = on_host({is_valid ? (p.seq_len - 1) / chunk + 1 : 1}, ScalarType::Long);
+    const Tensor loads = on_host({is_valid ? world_size : 1}, ScalarType::Long);
+    check(rt_balance(&p, static_cast<int64_t *>(owner.data_ptr()), static_cast<int64_t *>(loads.data_ptr())), op.name);
+    return {owner, loads};
 }
 
 // pieces (P, 6), as the fields of rt_piece, and the number of each row of the mask; none of these if there are too
@@ -251,7 +254,7 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("plan_rank(Tensor begin, Tensor end, Tensor layout, int rank, bool at_once) -> (Tensor, Tensor, Tensor)");
     m.def("plan_counts(Tensor begin, Tensor end, Tensor layout) -> (Tensor, Tensor)");
     m.def("run_positions(Tensor runs) -> Tensor");
-    m.def("balance(Tensor begin, Tensor end, Tensor? num_keys, int world_size, int chunk) -> Tensor");
+    m.def("balance(Tensor begin, Tensor end, Tensor? num_keys, int world_size, int chunk) -> (Tensor, Tensor)");
     m.def("pieces(Tensor begin, Tensor end, Tensor k_runs, Tensor? key_begin, Tensor? key_end, Tensor? positions, "
           "int max_pieces, int max_stretches) -> (Tensor, Tensor)");
     m.def("mask_hulls(Tensor begin, Tensor end, Tensor key_begin, Tensor key_end, int last=0) -> (Tensor, Tensor, "

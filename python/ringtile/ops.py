@@ -366,8 +366,8 @@ def layout_check(layout: Tensor, seq_len: int, world_size: int) -> None:
 #       and outgoing, rank, num_keys, first_run, num_runs, is_head; and all their runs (M, 4)
 #   plan_counts(begin, end, layout)    keys and pairs (W, W), by rank of the queries, then of the keys: the keys of a
 #       rank that another attends, and the unmasked (query, key) pairs, summed over the rows of the mask
-#   balance(begin, end, num_keys, world_size, chunk)    (C,): the rank of each chunk of tokens (csrc/seq/balance.c), of
-#       begin and end of the queries alone; num_keys (B, S) with two sides, else None
+#   balance(begin, end, num_keys, world_size, chunk)    (C,): the rank of each chunk of tokens (csrc/seq/balance.c), and
+#       (W,): the pairs of each rank; of begin and end of the queries alone; num_keys (B, S) with two sides, else None
 #   pieces(begin, end, k_runs, key_begin, key_end, positions, max_pieces, max_stretches)    as `find_pieces` in
 #       sequence/pieces.py: (P, 6), the numbers of a `Piece` each, and how many each row of the mask has (B,); empty
 #       where there are too many

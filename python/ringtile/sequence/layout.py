@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.tree import MAX_SEQ_LEN
 from ringtile.transport.groups import Group, all_gather_seq
 
+logger = logging.getLogger("ringtile")
 _MAX_SEARCHED = 2**22  # positions that are listed to name a wrong one
 # The layouts that follow from S and W alone, with the chunks of a rank: what W is multiplied by to pad a sequence.
 CHUNKS_PER_RANK = {"contiguous": 1, "zigzag": 2, "striped": 1}
@@ -155,15 +157,16 @@ class Layout:
 
         The sequence is dealt in chunks of `chunk` tokens, one more or less per rank; the work of a rank is what its
         queries attend, summed over the rows of the mask, and ends within 3 % of the mean where chunks of that size
-        allow it. None: 512 tokens, less where ranks would get fewer than 8 chunks, more where they would get
-        more than 64, among which the search takes long. Every rank that holds the same mask finds the same layout.
-        Raises LayoutError when there are fewer chunks than ranks.
+        allow it. None: at most 32 tokens, so that a rank gets 512 chunks where it has as many tokens, and no more than
+        2,048. Every rank that holds the same mask finds the same layout. Logs a line where the busiest rank does 5 %
+        more than the mean. Raises LayoutError when there are fewer chunks than ranks.
         """
         check_types(mask)
         world_size = arguments.check_int("world_size", world_size)
         if chunk is None:
             share = mask.seq_len // max(world_size, 1)
-            chunk = max(1, min(512, share // 8), share // 64)
+            most = max(1, min(32, share // 512), share // 1024)
+            chunk = 1 << (most.bit_length() - 1)
         chunk = arguments.check_int("chunk", chunk)
         if chunk < 1 or world_size < 1 or mask.seq_len <= chunk * (world_size - 1):
             raise LayoutError(
@@ -172,7 +175,15 @@ class Layout:
             )
         chunk = min(chunk, mask.seq_len)
         of_keys = None if mask.key_begin is None else mask.num_keys
-        owners: Tensor = ops.balance(mask.begin, mask.end, of_keys, world_size, chunk)
+        owners, loads = ops.balance(mask.begin, mask.end, of_keys, world_size, chunk)
+        if (busiest := int(loads.max()) * world_size) > 1.05 * int(loads.sum()):
+            logger.info(
+                "ringtile: in a layout of %d tokens over %d ranks the busiest rank does %.2f times the mean of the "
+                "ranks' attention",
+                mask.seq_len,
+                world_size,
+                busiest / int(loads.sum()),
+            )
         changes = (owners.diff() != 0).nonzero()[:, 0] + 1  # chunks of one rank after another are one run
         firsts = pad(changes, (1, 0))
         lengths = pad(firsts * chunk, (0, 1), value=mask.seq_len).diff()
