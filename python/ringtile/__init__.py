@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from ringtile.errors import (
     BuildError,
-    CheckpointError,
     ConfigError,
     InputError,
     LayoutError,
@@ -99,7 +98,6 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionDropout",
     "BuildError",
-    "CheckpointError",
     "CollectGarbageCallback",
     "Config",
     "ConfigError",

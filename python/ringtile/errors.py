@@ -64,10 +64,6 @@ class PeerLostError(RingtileError, RuntimeError):
     rank: int | None = None
 
 
-class CheckpointError(RingtileError, RuntimeError):
-    """A checkpoint is damaged or could not be written; the message names the file and the last whole checkpoint."""
-
-
 class BuildError(RingtileError, ImportError):
     """The compiled extension is missing, does not fit this torch, or cannot run on this CPU."""
 

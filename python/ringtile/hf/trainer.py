@@ -15,7 +15,6 @@ from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError
 from ringtile.first_batch.compare import Comparison
 from ringtile.hf import model, trainers
-from ringtile.hf.checkpoints import Checkpoints
 from ringtile.hf.feature import Enabled
 from ringtile.hf.features import loss, mlp, norm, offload, stream, trees
 from ringtile.hf.features.callbacks import MetricsCallback
@@ -182,7 +181,6 @@ def _attach_callbacks(
         return
     peers = Peers(group)
     peers.meet_when_loaded(trainer, patches)
-    Checkpoints(trainer, peers).install(patches)
     for name in _ENTRIES:
         peers.wrap(trainer, name, patches)
 
