@@ -58,7 +58,7 @@ class RingMismatchError(RingtileError, RuntimeError):
 class PeerLostError(RingtileError, RuntimeError):
     """A rank died or stopped responding; the message names the rank, the round and the op.
 
-    rank: that rank, within its group (under a Trainer, in the world); None if the group had failed before.
+    rank: that rank, in the world; None if the group had failed before.
     """
 
     rank: int | None = None

@@ -86,7 +86,7 @@ DISAGREEMENTS = {
     "scheme": (replace(USUAL, scheme="all_gather"), "scheme", ".*", ".*"),
     "dropout": (replace(USUAL, dropout=0.4), "dropout", 0.3, 0.4),
     "dropout seed": (replace(USUAL, seed=5), "dropout seed", 1, 5),
-    "dropout step": (replace(USUAL, step=5), "dropout step", 2, 5),
+    "step": (replace(USUAL, step=5), "step", 2, 5),
     "dropout stream": (replace(USUAL, stream=5), "dropout stream", 3, 5),
     "rows": (replace(USUAL, row=5), "fingerprint of the data", ".*", ".*"),
 }

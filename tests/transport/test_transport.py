@@ -249,7 +249,7 @@ def test_an_agreed_call_that_differs_anywhere_is_named_by_all_in_that_call(world
         "op": "op",
         "forward_call": "call of the forward",
         "data": "fingerprint of the data",
-        "step": "dropout step",
+        "step": "step",
     }
     others = {"op": "other", "forward_call": 2, "data": 8, "step": 4}
     odds = [(name, rng.randrange(world_size)) for name in fields]

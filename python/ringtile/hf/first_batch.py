@@ -23,9 +23,9 @@ from ringtile.first_batch.proof import prove
 from ringtile.first_batch.run import LossRun, record
 from ringtile.first_batch.trace import Trace, running_trace
 from ringtile.first_batch.unchanged import Unchanged, without_checkpoints
+from ringtile.hf.group import of_a_collective
 from ringtile.hf.keys import key_of_tree
 from ringtile.hf.model import inside_engine, own_attention
-from ringtile.hf.peers import of_a_collective
 from ringtile.tiled.tiles import at_most
 from ringtile.transport.groups import transport_of
 

@@ -18,7 +18,7 @@ from ringtile.checksum import checksum
 from ringtile.errors import ConfigError, InputError, RingMismatchError
 from ringtile.hf.masks import read
 from ringtile.peak_memory import memory_bytes
-from ringtile.transport.groups import backend_name
+from ringtile.transport.groups import backend_name, transport_of
 
 
 def deepspeed_shards_sequences(accelerator: Accelerator) -> bool:
@@ -96,6 +96,17 @@ class ContextParallelGroup:
         """Frees the process group. Local: every rank of the group does so in its own time."""
         if dist.is_initialized() and hasattr(self, "_process_group") and (group := self._process_group()):
             dist.destroy_process_group(group)
+
+    def meet(self, what: str, step: int, **fields: int) -> None:
+        """Wait until the ranks that share a sequence come to the same step, for at most ddp_timeout.
+
+        what: which, as in "a step of training"; step: its number; fields: what else must be equal. On a GPU the host
+        goes on, and a later call raises what differs. Without it, a rank that does something else is waited for in a
+        collective of the engine, which names nobody.
+        Raises RingMismatchError, saying what each of two ranks has come to, and PeerLostError.
+        """
+        with transport_of(self.process_group).agree(what, fields, self.device, step=step):
+            pass
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum of a tensor over the group, the same bits on all of its ranks. A collective."""
@@ -183,6 +194,17 @@ def exchanged(value: Tensor, forward: Callable[[Tensor], Tensor], backward: Call
     """forward(value), of whose gradient the value gets backward(gradient)."""
     found: Tensor = _Exchange.apply(value, forward, backward)  # type: ignore[no-untyped-call]
     return found
+
+
+def of_a_collective(error: BaseException | None) -> bool:
+    """Return whether torch.distributed raised it, or what it was raised from."""
+    while error is not None:
+        said = str(error) if isinstance(error, RuntimeError) else ""
+        # gloo says where it failed, except to those that use a pair after a timeout has closed it.
+        if isinstance(error, dist.DistError) or "gloo/" in said or "timeout caused pair closure" in said:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class _Exchange(torch.autograd.Function):

@@ -21,7 +21,7 @@ from ringtile.errors import RefusedError
 from ringtile.first_batch.trace import runs_whole
 from ringtile.hf import trainers
 from ringtile.hf.batch import ShardedBatch, active, active_batch
-from ringtile.hf.group import accelerate_knows_groups, exchanged
+from ringtile.hf.group import exchanged
 from ringtile.hf.loss import ShardedLoss
 from ringtile.hf.model import check_model
 from ringtile.hf.patches import Patches
@@ -48,7 +48,6 @@ class LossOnShards(ShardedLoss):
     def install_loss(self) -> None:
         trainer, self.entry = self.trainer, self.model
         self.last_batch: ShardedBatch | None = None
-        self.counts_ranks = False  # whether the Trainer has counted the items of every rank of a group
         self.patches.wrap(trainer, "compute_loss", self._compute_loss)
         self.patches.wrap(trainer, "prediction_step", self._prediction_step)
         if trainer.label_smoother is not None:
@@ -76,9 +75,6 @@ class LossOnShards(ShardedLoss):
         """The loss of the batch, with the gradient of this rank's shard, scaled so that the mean over all ranks is that
         of the batch. Outputs stay local."""
         self.prepare_training(model)
-        if self.counts_ranks and num_items_in_batch is not None:
-            num_items_in_batch = num_items_in_batch / self.group.size
-        self.counts_ranks = False
         if self.proof is not None:
             self.proof.before(
                 model,
@@ -162,7 +158,6 @@ class LossOnShards(ShardedLoss):
                 )
         # With labels the original calls compute_loss, which shards; without, it calls the model.
         with contextlib.nullcontext((inputs, None)) if labels_given else self._sharded(inputs) as (local, _):
-            self.counts_ranks = self._counts_all() and not accelerate_knows_groups(self.trainer.accelerator)
             loss, logits, labels = original(model, local, prediction_loss_only, ignore_keys=ignore_keys)
         batch = self.last_batch
         if batch is None:

@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -119,6 +119,8 @@ class Groups:
         self.trainer, self.group, self.patches = trainer, group, patches
         self.accelerator = trainer.accelerator  # which stands for the trainer's inside a loss of its own
         self._evaluated_rows = -1  # of the last batch of an evaluation
+        self._evaluated = 0  # batches of it
+        self._evaluates = False  # inside prediction_step
 
     def install(self) -> None:
         trainer, accelerator = self.trainer, self.accelerator
@@ -127,12 +129,11 @@ class Groups:
         self.patches.wrap(accelerator, "gather_for_metrics", self._gather_for_metrics)
         if trainer.args.include_num_input_tokens_seen != "no":
             self.patches.wrap(trainer, "_track_num_input_tokens", self.in_one_process)
-        self.patches.wrap(trainer, "get_batch_samples", self.in_one_process)
+        self.patches.wrap(trainer, "_get_num_items_in_batch", self._count_items)
         self.patches.wrap(trainer, "get_total_train_batch_size", self.in_one_process)
         self.patches.wrap(accelerator, "prepare_data_loader", self._prepare_data_loader)
         if accelerate_knows_groups(accelerator):
             self.patches.set(accelerator, "_prepare_cp", self._prepare_cp)
-            self.patches.wrap(trainer, "_get_num_items_in_batch", self.in_one_process)
 
     @contextlib.contextmanager
     def as_one_process(self) -> Iterator[None]:
@@ -173,6 +174,14 @@ class Groups:
         """A method of the Trainer's that counts processes."""
         with self.as_one_process():
             return original(*args, **kwargs)
+
+    def _count_items(
+        self, original: Callable[..., Any], batch_samples: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Counts each item once. The ranks meet when each has loaded the batches of a step."""
+        if not self._evaluates:
+            self.group.meet("a step of training", self.trainer.state.global_step + 1, batches=len(batch_samples))
+        return self.in_one_process(original, batch_samples, *args, **kwargs)
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Leaves out accelerate's hooks on attention modules. User code may still ask for its context, a no-op."""
@@ -235,12 +244,18 @@ class Groups:
             )
             return output._replace(metrics=metrics)
         finally:
-            trainer.gather_function, self._evaluated_rows = previous, -1
+            trainer.gather_function, self._evaluated_rows, self._evaluated = previous, -1, 0
             self._forget_bare_model(prepared)
 
     def _prediction_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self._evaluated_rows = find_batch_size(inputs) or -1  # type: ignore[no-untyped-call]
-        return original(model, inputs, *args, **kwargs)
+        self._evaluated += 1
+        self.group.meet("a step of evaluation", self._evaluated)
+        self._evaluates = True
+        try:
+            return original(model, inputs, *args, **kwargs)
+        finally:
+            self._evaluates = False
 
     def _forget_bare_model(self, prepared: list[nn.Module]) -> None:
         """Lets train() prepare the model again. Before training, accelerate prepares it for evaluation only and then

@@ -26,7 +26,6 @@ from ringtile.hf.loss import ShardedLoss
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.loss_on_shards import LossOnShards
 from ringtile.hf.patches import Patches
-from ringtile.hf.peers import Peers
 from ringtile.transport.groups import transport_of
 
 logger = logging.getLogger("ringtile")
@@ -42,7 +41,6 @@ class _Session(NamedTuple):
 
 # Whether a sequence is sharded or not.
 FEATURES = tuple(each.FEATURE for each in (stream, mlp, norm, loss, offload, trees))
-_ENTRIES = ("train", "evaluation_loop")  # methods in which a rank may wait for others
 _VARIABLE = "RINGTILE_CONFIG"
 _USES = ("train", "evaluate", "predict")  # methods that an enabled Trainer runs otherwise
 _SESSION = "_ringtile_session"  # the attribute of an enabled Trainer that holds its _Session
@@ -177,12 +175,6 @@ def _attach_callbacks(
         if isinstance(callback, MetricsCallback):
             transport = None if group is None else transport_of(group.process_group)
             callback.install(trainer, transport, 1 if group is None else group.size, proof_seconds, patches)
-    if group is None or group.size == 1:
-        return
-    peers = Peers(group)
-    peers.meet_when_loaded(trainer, patches)
-    for name in _ENTRIES:
-        peers.wrap(trainer, name, patches)
 
 
 def _summary(trainer: Trainer, config: Config) -> str:

@@ -62,7 +62,7 @@ class Terms:
         self._template = (
             b'{"version": %d, "call": %%20d, ' % HEADER_VERSION
             + text[1:-1].replace(b"%", b"%%")
-            + b', "call of the forward": %20d, "dropout step": %20d, "fingerprint of the data": %20d}'
+            + b', "call of the forward": %20d, "step": %20d, "fingerprint of the data": %20d}'
         )
         num_bytes = len(self.header(0))
         if num_bytes > _TEXT_BYTES:
@@ -73,7 +73,8 @@ class Terms:
         """Return the terms and what tells this call from others of its kind, as JSON padded with spaces.
 
         call: its number on the group. forward_call: in a backward, the number of the forward's call; 0: not known.
-        data: a fingerprint of data that must be the same on all ranks; 0: none. step: from which dropout is drawn.
+        data: a fingerprint of data that must be the same on all ranks; 0: none. step: of a training, from which dropout
+        is drawn; 0: none.
         """
         return (self._template % (call, forward_call, step, data)).ljust(_TEXT_BYTES)
 

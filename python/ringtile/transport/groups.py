@@ -118,6 +118,7 @@ class ProcessGroupTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size())
+        self._world_ranks = dist.get_process_group_ranks(group)
         self._group = weakref.ref(group)  # the registry lets go of a transport when its group is destroyed
         self._carries = {"cpu"} if backend_name(group, "cpu") else set()  # types of devices, as far as looked up
         self._opened = False

@@ -94,6 +94,7 @@ class Transport(abc.ABC):
         self.num_calls = 0
         self.hosts = (0,) * (world_size == 1)
         self._op = ""
+        self._world_ranks: Sequence[int] = range(world_size)  # by which errors name ranks that are lost
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None  # whose forwards use this group
         self._payload_tag = FIRST_PAYLOAD_TAG
@@ -347,12 +348,12 @@ class Transport(abc.ABC):
             if (found := self.detector.find(found, reason, _SEARCH_SECONDS)) is not None:
                 self._tell(found)
         named = found or Loss(suspects[0], reason)
-        who = f"rank {' or '.join(map(str, [named.rank] if found else suspects))}"
+        who = f"rank {' or '.join(str(self._world_ranks[rank]) for rank in ([named.rank] if found else suspects))}"
         error = PeerLostError(
-            f"{who} was lost in {what} of call {self.num_calls} ({self._op}) of rank {self.rank}: {named.reason}; see "
-            f"{who}'s log for the cause"
+            f"{who} was lost in {what} of call {self.num_calls} ({self._op}) of rank {self._world_ranks[self.rank]}: "
+            f"{named.reason}; see {who}'s log for the cause"
         )
-        error.rank = named.rank
+        error.rank = self._world_ranks[named.rank]
         self._failure = self._failure or error
         return error
 

@@ -1,6 +1,7 @@
 """Kills or stops a random rank of a small training, at a random moment of a random phase.
 
-Every other rank must end soon, and the last thing that it prints is a sentence that names that rank.
+Every other rank must end soon, and the last thing that it prints is a sentence of ringtile that names that rank, or, in
+a collective of the engine or of accelerate, gloo's own error, on which torchrun would end the others.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def run(trial: Trial, counts: Counts, tries: int = 3) -> list[float]:
         return run(trial, counts, tries - 1)
     if began is None:
         counts.unnamed += 1
-        counts.notes.append(f"{trial}: no rank was struck: {str(words)[:600]}")
+        counts.notes.append(f"{trial}: no rank was struck: {str(words)[-900:]}")
         return []
     if running:
         counts.hangs += 1
@@ -153,6 +154,7 @@ def run(trial: Trial, counts: Counts, tries: int = 3) -> list[float]:
     sentence = re.compile(
         r"(\[rank\d\]: ringtile\.errors\.PeerLostError|ringtile: error: rank \d)"
         rf": rank {trial.victim} was lost in .*\n*"
+        r"|\[rank\d\]: .*(gloo/|closed by peer|timeout caused pair closure|DistBackendError).*\n*"
     )
     wrong = {
         rank: text[-1200:]
