@@ -78,8 +78,13 @@ class Cut:
 
     def tokens(self, x: Tensor, dim: int) -> Tensor:
         """size S in `dim` -> size N"""
-        padding = (0, 0) * (x.dim() - 1 - dim) + (0, self._sequence.seq_len - self._seq_len)
-        return self._sequence.shard(functional.pad(x, padding), dim=dim)
+        padding = self._sequence.seq_len - self._seq_len
+        if padding and x.is_floating_point():  # of hidden states, none of zeros: the norm of those has no gradient
+            last = x.detach().narrow(dim, -1, 1)
+            x = torch.cat([x, last.expand(*(padding if i == dim else n for i, n in enumerate(x.shape)))], dim)
+        else:
+            x = functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, padding))
+        return self._sequence.shard(x, dim=dim)
 
     def _of(self, name: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)):

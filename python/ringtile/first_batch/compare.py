@@ -74,7 +74,22 @@ def compare(
         found.backward = max(found.backward, ratio)
         if ratio > TIMES and not found.difference:
             found.difference = f"the gradient that reaches what {_named(event.path, names)} returns {words}"
+    found.difference = found.difference or _not_finite(whole, sharded)
     return found
+
+
+def _not_finite(whole: LossRun, sharded: LossRun) -> str:
+    """What is not finite on any token of a shard, padding included, and is in one process, in words: padding counts in
+    no loss, but 0 times infinity would make every gradient of weights NaN."""
+    for one, shard in zip(whole.trace.calls, sharded.trace.calls, strict=False):
+        for what, kept, theirs in (
+            ("{}", one.values, shard.values),
+            ("the gradient that reaches {}", one.gradients, shard.gradients),
+        ):
+            for event in (event for event in theirs if event in kept and not bool(theirs[event].isfinite().all())):
+                if bool(kept[event].isfinite().all()):
+                    return f"{what.format(_place(event, whole.trace.names))} is not finite on padding"
+    return ""
 
 
 def _compare_loss(

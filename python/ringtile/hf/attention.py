@@ -132,7 +132,7 @@ def hidden_mask(name: str, mask: Any, batch: ShardedBatch, num_rows: int, device
             f"interval; expected a mask of transformers' masking_utils"
         )
     padding = batch.sequence.seq_len - batch.seq_len
-    setattr(empty, SEQUENCE, batch.sequence.with_mask((drawn & batch.documents).padded(padding)))
+    setattr(empty, SEQUENCE, batch.sequence.with_mask((drawn & batch.documents).padded(padding, attends=True)))
     batch.draws_masks = True
     return empty
 

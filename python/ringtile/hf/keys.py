@@ -10,12 +10,13 @@ from torch import Tensor
 from ringtile.hf.families import CACHES
 
 IGNORE_INDEX = -100  # transformers' label of a position without a target
+LAST = "that of the last token"  # a model must not see padding of zeros: the norm of a zero vector has no gradient
 
 
 class Key(NamedTuple):
     """What a key is to a model that computes on a shard."""
 
-    padding: int | None = None  # it has an entry for each token (B, S, ...), of which padding has this value
+    padding: int | str | None = None  # it has an entry for each token (B, S, ...), of which padding has this value
     documents: bool = False  # it says which tokens attend which
     loss: bool = False  # the loss alone reads it
     output: bool = False  # it says what is returned, or kept, of what is computed in any case
@@ -24,12 +25,11 @@ class Key(NamedTuple):
 
 
 KEYS = {
-    "input_ids": Key(padding=0),
-    "inputs_embeds": Key(padding=0),
-    # Position 0 is in every embedding table and does not change the largest position, which some RoPE variants read.
-    "position_ids": Key(padding=0, documents=True),
+    "input_ids": Key(padding=LAST),
+    "inputs_embeds": Key(padding=LAST),
+    "position_ids": Key(padding=LAST, documents=True),
     "attention_mask": Key(padding=0, documents=True),
-    "token_type_ids": Key(padding=0, text=False),  # encoders embed it; decoders (Gemma 3) tell images by it
+    "token_type_ids": Key(padding=LAST, text=False),  # encoders embed it; decoders (Gemma 3) tell images by it
     "shift_labels": Key(padding=IGNORE_INDEX, loss=True),
     **dict.fromkeys(("labels", "num_items_in_batch"), Key(loss=True)),
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"), Key(documents=True)),

@@ -67,7 +67,7 @@ def mask_of_batch(
             raise InputError(f"cu_seq_lens with {batch_size} rows; expected one row that holds all documents")
         mask = mask & IntervalMask.from_cu_seqlens(cu_seq_lens, causal)
     if inputs.get("seq_idx") is not None:
-        mask = mask & IntervalMask.from_padding(inputs["seq_idx"] + 1, causal)  # documents 0, 1, ..., -1 is padding
+        mask = mask & _documents(inputs["seq_idx"].long() + 1, causal)  # documents 0, 1, ..., -1 is padding
     return _one_row_if_equal(mask)
 
 
@@ -144,13 +144,22 @@ def _of_attention_mask(
                 "disagree on whether that separates documents. Remove attention_mask to pack documents, or give "
                 "document ids 1, 2, ... in attention_mask, or position_ids that continue"
             )
-    mask = IntervalMask.from_padding(ids, causal)
-    if bool((ids > 1).any()):
-        return mask
-    # As in transformers' own masks, padding queries attend tokens too: all keys of the row here, which a causal mask
-    # then narrows.
-    begin, end = (bound.amax(dim=1, keepdim=True).expand_as(bound) for bound in (mask.begin, mask.end))
-    return IntervalMask(begin, end)
+    return _documents(ids, causal)
+
+
+def _documents(ids: Tensor, causal: bool) -> IntervalMask:
+    """The mask of documents 1, 2, ...; 0 is padding, which nothing attends.
+
+    As in transformers' own masks, padding behind tokens attends those of its row: a model may not be able to
+    differentiate what it makes of a token that attends nothing, where its embedding is 0.
+    """
+    mask, is_padding = IntervalMask.from_padding(ids, causal), ids == 0
+    begin = mask.begin.masked_fill(is_padding, ids.size(1)).amin(1, keepdim=True)
+    end = mask.end.amax(1, keepdim=True)
+    if causal:
+        end = end.minimum(torch.arange(ids.size(1), dtype=end.dtype, device="cpu"))
+    begin, end = begin.minimum(end), end.expand_as(mask.end)
+    return IntervalMask(torch.where(is_padding, begin, mask.begin), torch.where(is_padding, end, mask.end))
 
 
 def _cu_seq_lens(inputs: Mapping[str, Any]) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Shards a batch over the ranks of a context-parallel group: `shard_batch`, a pure function of the global batch, and
 `Sharding`, which knows how the model of one Trainer reads its batches.
 
-Labels are shifted and position ids made on the global sequence, the sequence is padded to what the layout needs, and
+Labels are shifted and position ids made on the global sequence, one too short for the layout is padded, and
 every tensor is sharded once. The `ShardedBatch` carries what the attention must know about the global sequence.
 
 Shape letters: B batch, S global tokens, P padded global tokens, N local tokens, W ranks, E hidden size.
@@ -196,8 +196,9 @@ def shard_batch(
     documents = mask_of_batch(on_host, batch_size, seq_len, reading.positions_separate, causal=False) if given else None
     world_size = transport_of(group).world_size
     layout = resolved(layout, made)
-    padding = -seq_len % (Layout.multiple(PADDED_LIKE.get(layout, layout), world_size) * (chunk_tokens or 1))
-    mask = made.padded(padding)
+    fewest = Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
+    padding = max(0, fewest - seq_len) if chunk_tokens is None else -seq_len % (fewest * chunk_tokens)
+    mask = made.padded(padding, attends=True)
     sequence = ShardedSequence.of(mask, Layout.of_mask(layout, mask, world_size), group, scheme=scheme)
     counted = positions if on_host.get("position_ids") is None else on_host["position_ids"]
     batch = ShardedBatch(
@@ -215,10 +216,10 @@ def shard_batch(
     for layer in reading.layers:
         batch.narrowed(layer)
     local = {name: value for name, value in inputs.items() if name not in _GLOBAL}
+    last = _last_tokens(on_host.get("attention_mask"), batch_size, seq_len)
     for name, tensor in per_token.items():
         dim = tensor.dim() - 1 if name == "position_ids" else 1
-        width = (0, 0) * (tensor.dim() - 1 - dim) + (0, padding)
-        local[name] = sequence.shard(functional.pad(tensor, width, value=PADDING.get(name, IGNORE_INDEX)), dim=dim)
+        local[name] = sequence.shard(_padded(tensor, dim, padding, PADDING.get(name, IGNORE_INDEX), last), dim=dim)
     batch.token_weights, batch.position_ids = local["attention_mask"], local["position_ids"]
     if batch.position_ids.dim() == 3:  # of M-RoPE, whose first row is that of text
         batch.position_ids = batch.position_ids[0]
@@ -234,6 +235,23 @@ def shard_batch(
         local |= {name: inputs[name] for name in {*PADDING, *given} - of_rank if name in inputs}
     local["use_cache"] = False
     return local, batch
+
+
+def _last_tokens(attention_mask: Tensor | None, batch_size: int, seq_len: int) -> Tensor:
+    """int64 (B,), on the host: the last token of each row that is no padding."""
+    if attention_mask is None:
+        return torch.full((batch_size,), seq_len - 1, device="cpu")
+    return seq_len - 1 - attention_mask.ne(0).int().flip(1).argmax(1)
+
+
+def _padded(x: Tensor, dim: int, padding: int, value: int | str, last: Tensor) -> Tensor:
+    """x (..., B, S, ...) with more tokens at its end. dim: that of S. value: theirs; LAST: that of the row's last."""
+    if isinstance(value, int):
+        return functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, padding), value=value)
+    rows = x.movedim((dim - 1, dim), (0, 1))
+    ends = rows.detach()[torch.arange(rows.size(0)), last.to(x.device)].unsqueeze(1)
+    padded = torch.cat([rows, ends.expand(-1, padding, *ends.shape[2:])], dim=1)
+    return padded.movedim((0, 1), (dim - 1, dim))
 
 
 def _refuse(inputs: Mapping[str, Any], known: set[str]) -> None:

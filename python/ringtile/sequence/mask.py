@@ -195,9 +195,18 @@ class IntervalMask:
 
         return self._of_hulls((end - begin).sum(0), (self.begin, self.end), of_keys, attends)
 
-    def padded(self, padding: int) -> IntervalMask:
-        """The mask of a sequence with that many more tokens at its end, which attend nothing and are not attended."""
-        return IntervalMask(*(torch.nn.functional.pad(bound, (0, padding)) for bound in self.tensors))
+    def padded(self, padding: int, *, attends: bool = False) -> IntervalMask:
+        """The mask of a sequence with that many more tokens at its end, which attend nothing and are not attended.
+
+        attends: they attend each other, causally, so that what a model makes of them is no vector of zeros.
+        """
+        padded = [torch.nn.functional.pad(bound, (0, padding)) for bound in self.tensors]
+        first, after = self.seq_len, self.seq_len + padding
+        if attends:
+            padded[0][..., first:], padded[1][..., first:] = first, torch.arange(first, after, device="cpu") + 1
+            for bound, value in zip(padded[2:], (first, after), strict=False):  # of keys
+                bound[..., first:] = value
+        return IntervalMask(*padded)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, IntervalMask):
