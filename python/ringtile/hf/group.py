@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ringtile.checksum import checksum
+from ringtile.derivatives import gradients
 from ringtile.errors import ConfigError, InputError, RingMismatchError
 from ringtile.hf.masks import read
 from ringtile.peak_memory import memory_bytes
@@ -216,5 +217,6 @@ class _Exchange(torch.autograd.Function):
         return forward(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange(gradient), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        found = gradients("a sharded model by its inputs", lambda: [ctx.exchange(gradient)], gradient)
+        return *found, None, None

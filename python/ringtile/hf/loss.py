@@ -24,6 +24,7 @@ from ringtile.hf.batch import forget_checkpoints, keep_in_checkpoints
 from ringtile.hf.feature import Enabled
 from ringtile.hf.features import adapters, balancing_loss, dropout, latents, means, recurrent, seam, towers
 from ringtile.hf.first_batch import FirstBatch
+from ringtile.hf.gradients import make_whole_for_hooks, refuse_compression
 from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences
 from ringtile.hf.model import check_training_model
 from ringtile.hf.one_process import Groups
@@ -109,7 +110,10 @@ class ShardedLoss(abc.ABC):
             return
         if not self.training_checked and self.group.size > 1:
             check_training_model(model)
+            refuse_compression(model)
         self.training_checked = True
+        if self.group.size > 1:
+            make_whole_for_hooks(model, self.group, self.patches)
         keep_in_checkpoints(model)
         # For what the checkpointed layers of this forward and backward keep.
         self.sharding.room = keep.room_of(self.config.keep_attention, self.group.memory_bytes)

@@ -23,10 +23,12 @@ from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
 from ringtile.first_batch.outputs import sum_of_outputs
+from ringtile.first_batch.trace import running_trace
 from ringtile.hf import model
 from ringtile.hf.attention import hide_attention_mask
 from ringtile.hf.batch import ShardedBatch, activate, active, active_batch, main_input
 from ringtile.hf.features import stream
+from ringtile.hf.gradients import refuse_inside_loss
 from ringtile.hf.group import exchanged
 from ringtile.hf.loss import ShardedLoss
 from ringtile.tiled.tiles import at_most
@@ -167,6 +169,7 @@ class UnshardedOutputs:
 
     def __init__(self, loss: LossOnSequences, called: nn.Module, base: PreTrainedModel) -> None:
         self._loss, self._group, self._base = loss, loss.group, base
+        self._passes_inputs = False  # whether the model was given inputs that have a gradient
         self.inner = inner = base.base_model if model.reads_rows(base) else called
         handles = [inner.register_forward_pre_hook(self._shard_inputs, with_kwargs=True)]
         if model.reads_rows(base) and isinstance(score := getattr(base, "score", None), nn.Module):
@@ -192,8 +195,10 @@ class UnshardedOutputs:
 
     def _shard_inputs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = named_arguments(module, args, kwargs)
+        self._passes_inputs = False
         for name, value in inputs.items():
             if isinstance(value, Tensor) and value.requires_grad and self._group.size > 1:
+                self._passes_inputs = True
                 inputs[name] = exchanged(value, lambda x: x.view_as(x), self._group.mean)
         sharded = self._loss.shard_in_step({name: value for name, value in inputs.items() if name not in _IGNORED})
         if sharded is None:
@@ -211,7 +216,9 @@ class UnshardedOutputs:
         if batch is None:
             return None
         activate(None)
-        return batch.unshard(scores)
+        whole = batch.unshard(scores)
+        self._watch(whole)
+        return whole
 
     def _unshard_outputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
         batch = active_batch()
@@ -228,7 +235,19 @@ class UnshardedOutputs:
                 outputs[key] = exchanged(value, self._group.sum, self._group.sum)
             elif key not in self._whole:
                 outputs[key] = _unshard(batch, name, key, value)
+            self._watch(outputs[key])
         return outputs
+
+    def _watch(self, value: Any) -> None:
+        """Checks the gradient of an output, or of a tuple of some, while a loss is computed."""
+        for x in value if isinstance(value, tuple) else (value,):
+            if isinstance(x, Tensor) and x.requires_grad and self._group.size > 1:
+                check = functools.partial(self._check_gradient, passes_inputs=self._passes_inputs)
+                x.register_hook(check)  # type: ignore[no-untyped-call]
+
+    def _check_gradient(self, gradient: Tensor, passes_inputs: bool) -> None:
+        if self._loss.in_step and running_trace() is None:
+            refuse_inside_loss(self._base, passes_inputs=passes_inputs)
 
 
 def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

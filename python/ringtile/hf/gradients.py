@@ -1,0 +1,94 @@
+"""Gradients that a user's code looks at before the engine has averaged them: of a rank, they are those of its shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
+
+from ringtile.errors import RefusedError
+from ringtile.hf.group import ContextParallelGroup
+from ringtile.hf.patches import Patches
+from ringtile.transport.groups import transport_of
+
+# Libraries whose hooks on accumulated gradients are an engine's own.
+_ENGINES = ("torch", "deepspeed", "accelerate")
+# Of DDP, hooks that communicate a sum: any other compresses what each rank has.
+_SUMS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
+_COMPRESSING = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")  # optimizers of DeepSpeed
+
+
+def refuse_inside_loss(model: nn.Module, *, passes_inputs: bool) -> None:
+    """In a hook of a model's output, while a loss is computed. RefusedError: the loss takes the gradient of weights, or
+    of something else inside the model, by torch.autograd.grad.
+
+    A backward that accumulates is the engine's, which averages. passes_inputs: the model was given inputs whose
+    gradient is made whole.
+    """
+    accumulates = is_asked = is_sharded = False
+    for weight in model.parameters():
+        is_sharded |= isinstance(weight, DTensor) or hasattr(weight, "ds_id")
+        if weight.requires_grad:
+            try:
+                accumulates |= torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
+            except RuntimeError:  # torch says so of a leaf whose gradient is to be returned
+                is_asked = True
+    if is_asked or not (accumulates or is_sharded or passes_inputs):
+        raise RefusedError(
+            "the loss takes a gradient of its own inside of the model (torch.autograd.grad), of which a rank has the "
+            "part of its shard; expected gradients of the model's inputs alone, or gradients that are read when the "
+            "backward is over (on_pre_optimizer_step of a callback): else train with one rank a sequence"
+        )
+
+
+def make_whole_for_hooks(model: nn.Module, group: ContextParallelGroup, patches: Patches) -> None:
+    """Give each hook on the gradient of a weight the mean over the group, which is the gradient of whole sequences; the
+    engine's mean over all ranks stays the same. Call it before each forward pass: hooks may be new."""
+    for name, weight in model.named_parameters():
+        hooks: Any = weight._backward_hooks
+        # Of a DTensor torch calls no hook in a backward of FSDP2.
+        if isinstance(weight, DTensor) or not (hooks or _accumulated(weight)):
+            continue
+        if not hooks or not isinstance(next(iter(hooks.values())), _Mean):
+            handle = weight.register_hook(_Mean(name, group))  # type: ignore[no-untyped-call]
+            hooks, others = weight._backward_hooks, dict(hooks or {})
+            others.pop(handle.id, None)
+            for number, hook in others.items():  # behind ours; torch ignores OrderedDict.move_to_end
+                del hooks[number]
+                hooks[number] = hook
+            patches.on_restore(handle.remove)
+
+
+def refuse_compression(engine: Any) -> None:
+    """RefusedError: an engine communicates something else than the sum of the ranks' gradients."""
+    hooks = [getattr(hook, "__name__", type(hook).__name__) for hook, _ in getattr(engine, "_comm_hooks", ())]
+    optimizer: Any = getattr(engine, "optimizer", None)
+    optimizers = {type(optimizer).__name__, type(getattr(optimizer, "optimizer", None)).__name__}
+    wrong = [name for name in hooks if name not in _SUMS] + [name for name in _COMPRESSING if name in optimizers]
+    if wrong:
+        raise RefusedError(
+            f"{wrong[0]} compresses the gradients of each rank, of which those that share a sequence have a part each; "
+            f"expected the sum of gradients, or {', '.join(_SUMS)}"
+        )
+
+
+@dataclass(frozen=True)
+class _Mean:
+    name: str  # of the weight
+    group: ContextParallelGroup
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        # Named, so that ranks whose backward reaches other weights (of experts, say) do not add those.
+        op = f"the gradient of {self.name}, which has a hook"
+        with transport_of(self.group.process_group).agree(op, {}, gradient.device):
+            return self.group.mean(gradient)
+
+
+def _accumulated(weight: Tensor) -> bool:
+    """Whether a hook that is no engine's reads the gradient that was accumulated."""
+    hooks = (getattr(weight, "_post_accumulate_grad_hooks", None) or {}).values()
+    return any((getattr(hook, "__module__", None) or "").partition(".")[0] not in _ENGINES for hook in hooks)
