@@ -23,8 +23,6 @@ from torch import Tensor
 
 from ringtile import arguments, derivatives, self_test, torch_ops
 from ringtile.errors import BuildError
-from ringtile.self_test import kernels
-from ringtile.self_test.child_process import Question
 from ringtile.torch_ops import Tensors
 
 MIN_TORCH = (2, 11)  # of setup.py's TORCH_TARGET_VERSION
@@ -136,21 +134,12 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 # ---- self-test ---------------------------------------------------------------------------------
 
-# All but attention. Each test says what is wrong, of (ops, device, dtype).
-KERNELS: dict[str, Callable[[Any, torch.device, torch.dtype], str]] = {
-    "GLU": kernels.glu,
-    "loss": kernels.cross_entropy,
-    "rows": kernels.rows,
-    "dropout": kernels.dropout,
-    "delta": kernels.delta,
-    "merge": kernels.merge,
-}
+KERNELS = tuple(self_test.CASES)  # all but attention and recurrences
 
 
 def why_not_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """Return what is wrong with one of KERNELS; "" if nothing is. Found out once a process."""
-    question, test = Question.of(name, dtype), lambda: KERNELS[name](_ops, device, dtype)
-    return self_test.why_not((name, device, dtype), lambda: self_test.of_kernel(device, question, test))
+    return self_test.why_not((name, device, dtype), lambda: self_test.of_op(name, _ops, device, dtype))
 
 
 def _in_torch(name: str, device: torch.device, dtype: torch.dtype) -> bool:

@@ -1,7 +1,7 @@
 """The kernels' work in torch operations, for a device that has no kernels, or a wrong one; and their definition.
 
 Each function takes the arguments of the op of its name (ops.py), and computes in the state dtype: float64 for float64,
-else float32. In float64 it is what the kernels are compared with (self_test/kernels.py). All run on any device, never
+else float32. In float64 it is what the kernels are compared with (self_test.py). All run on any device, never
 wait for it, and hold copies of a few rows at a time.
 
 Shape letters as in ops.py.

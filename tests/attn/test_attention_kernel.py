@@ -182,7 +182,7 @@ RIGHT = aten.ATEN["cpu"][0]
 assert isinstance(RIGHT, InSquares)
 attend, attend_backward = RIGHT.attend, RIGHT.attend_backward
 WRONG: dict[str, tuple[dict[str, Any], str]] = {  # and what is said of them
-    "lse in base 2": ({"attend": lambda *x: (attend(*x)[0], attend(*x)[1] / math.log(2))}, "gives another out"),
+    "lse in base 2": ({"attend": lambda *x: (attend(*x)[0], attend(*x)[1] / math.log(2))}, "gives another "),
     "lse without the scale": ({"attend": lambda *x: (attend(*x)[0], attend(*x[:4], 1.0)[1])}, "gives another out"),
     "causal from the last key": (
         {"attend": lambda q, k, v, causal, scale: attend(q.flip(2), k.flip(2), v.flip(2), causal, scale)},
@@ -217,7 +217,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {  # and what is said of them
 def test_a_wrong_kernel_is_found(fresh: None, name: str, dtype: torch.dtype) -> None:
     functions, reason = WRONG[name]
     stand_in = dataclasses.replace(RIGHT, name=name, **functions)
-    question = attn_self_test.Question.of(name, dtype, 16, 16)
+    question = attn_self_test.Case(str(dtype)[6:], 16, 16)
     assert checks.run(lambda: attn_self_test.run_case(stand_in, CPU, question)).startswith(reason)
 
 
@@ -235,7 +235,7 @@ def test_a_kernel_that_forgets_the_second_side_is_found(
                 self, block._replace(round=Round(block.round.queries, block.round.k_runs)), *others
             ),
         )
-    question = attn_self_test.Question.of(Ringtile.name, dtype, 16, 16)
+    question = attn_self_test.Case(str(dtype)[6:], 16, 16)
     found = checks.run(lambda: attn_self_test.run_case(Ringtile(), CPU, question._replace(two_sides=True)))
     assert found.startswith(f"gives another {'out' if 'forward' in passes else 'dv'} than") if passes else found == ""
     assert checks.run(lambda: attn_self_test.run_case(Ringtile(), CPU, question)) == ""

@@ -18,7 +18,6 @@ from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block
 from ringtile.attn.call import AttentionCall
-from ringtile.self_test.child_process import Question
 from ringtile.sequence.plan import Shape, rank_plan
 from ringtile.sequence.rounds import Round
 from torch import Tensor
@@ -137,7 +136,7 @@ def _one_query(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def test_known_defects_are_found(wrong: dict[str, Any]) -> None:
     stand_in = dataclasses.replace(FLASH, name="cuDNN on sm_90", **wrong)
     for grouped in (False, True):
-        case = CPU, Question(FLASH.name, "bfloat16", 64, 64, grouped)
+        case = CPU, attn_self_test.Case("bfloat16", 64, 64, grouped)
         assert attn_self_test.run_cases(FLASH, *case) == ""
         assert attn_self_test.run_cases(stand_in, *case).startswith("gives another ")
         # It is used, and judged, at lengths that it is right for.

@@ -13,8 +13,8 @@ from ringtile import Layout, ops, self_test, tiled_linear_cross_entropy
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import ATEN
 from ringtile.attn.choose import RINGTILE
-from ringtile.cli import doctor
-from ringtile.recurrent import choose
+from ringtile.cli import doctor, self_tests
+from ringtile.recurrent import kernels
 from torch import Tensor
 
 REAL = torch.ops.ringtile
@@ -136,8 +136,8 @@ def test_torch_operations_replace_a_wrong_kernel(
 
 
 def test_a_kernel_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    monkeypatch.setitem(ops.KERNELS, "GLU", lambda ops, device, dtype: calls.append(dtype) or "")
+    calls: list[torch.dtype] = []
+    monkeypatch.setattr(self_test, "of_op", lambda name, ops, device, dtype: calls.append(dtype) or "")
     x = torch.ones(2, 3)
     for _ in range(3):
         ops.glu_fwd(x, x, 0)
@@ -164,8 +164,8 @@ def test_a_check_saves_nothing_for_a_backward() -> None:
         for name in ARGUMENTS:
             assert ops.why_not_kernel(name, torch.device("cpu"), torch.float32) == ""
         for backend in (RINGTILE, *ATEN["cpu"]):
-            question = attn_self_test.Question.of(backend.name, torch.float32, 8, 8, True)
-            assert attn_self_test.failure(backend, torch.device("cpu"), question) == ""
+            case = attn_self_test.Case("float32", 8, 8, True)
+            assert attn_self_test.failure(backend, torch.device("cpu"), case) == ""
 
 
 def test_no_check_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,31 +177,92 @@ def test_no_check_while_a_cuda_graph_is_captured(monkeypatch: pytest.MonkeyPatch
     assert self_test.why_not("a kernel", lambda: "is wrong") == "is wrong"
 
 
-def test_doctor_names_who_computes_recurrences_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No kernel of ringtile's, and so no result of one (tests/recurrent/test_libraries.py: who they are)."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(ops, "why_not_on", lambda index: "")
-    monkeypatch.setattr(doctor, "results", lambda questions: "right")
-    monkeypatch.setattr(self_test, "prepare", lambda device, *questions: None)
-    monkeypatch.setattr(choose, "who_computes", lambda device: {"SSD": f"somebody on {device}"})
-    report = doctor.self_tests()
-    assert report["cuda:0: SSD"] == "somebody on cuda:0"
-    assert {name for name in report if "SSD" in name or "delta rule" in name} == {
-        "cpu: ringtile's SSD",
-        "cpu: ringtile's gated delta rule",
-        "cuda:0: SSD",
-    }
+# ---- doctor's children -----------------------------------------------------------------------------
+
+# Answers as cli/self_tests.py does, without importing torch: case 2 of each child that gets so far ends it.
+STAND_IN = """
+import os, sys, signal, time
+print("a library says something")
+print("ringtile: ", flush=True)
+for i in range(int(sys.argv[2]), {count}):
+    {fault}
+    print("ringtile: " + {{1: "gives another out"}}.get(i, ""), flush=True)
+"""
 
 
-def test_doctor_names_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "HEAD_DIMS", (16,))
-    monkeypatch.setattr(ops, "_ops", Ops(glu_bwd_=raises))
+def answers(monkeypatch: pytest.MonkeyPatch, fault: str, count: int = 5) -> list[str]:
+    monkeypatch.setattr(self_tests, "PROGRAM", STAND_IN.format(fault=fault, count=count))
+    return self_tests.in_children(torch.device("cpu"), count)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("signal.raise_signal(signal.SIGSEGV)", "crashes: signal 11 (SIGSEGV)"),
+        ("signal.setitimer(signal.ITIMER_REAL, 0.1); time.sleep(30)", "hangs: no answer within 180 s"),
+        ("os._exit(3)", "ends its process with status 3: "),
+    ],
+)
+def test_a_child_that_ends_costs_its_case_alone(monkeypatch: pytest.MonkeyPatch, fault: str, said: str) -> None:
+    assert answers(monkeypatch, f"if i == 2: {fault}") == ["", "gives another out", said, "", ""]
+    assert answers(monkeypatch, f"if i in (0, 4): {fault}") == [said, "gives another out", "", "", said]
+
+
+def test_a_device_that_does_not_start_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_tests, "PROGRAM", "import sys; sys.exit('no device')")
+    said = self_tests.in_children(torch.device("cpu"), 3)
+    assert said == ["cannot be tested, its process ends its process with status 1: no device"] * 3
+
+
+def test_doctor_tells_a_wrong_kernel_of_ringtiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    asked = self_tests.cases(cpu)
+    assert {case.kernel.partition(",")[0] for case in asked} >= {"ringtile's attention", "aten's flash attention"}
+    assert {f"ringtile's {name}" for name in (*ops.KERNELS, *kernels.KERNELS.values())} <= {x.kernel for x in asked}
+
+    def found(device: torch.device, num_cases: int) -> list[str]:
+        return ["crashes" if case[:2] == ("ringtile's GLU", "float16") else "" for case in asked]
+
+    monkeypatch.setattr(self_tests, "in_children", found)
     report = doctor.self_tests()
-    wrong = [name for name, result in report.items() if doctor.WRONG in result]
-    assert wrong == ["cpu: ringtile's GLU"]
-    assert report["cpu: ringtile's GLU"].startswith("not used for float64: it raises RuntimeError: an illegal instruct")
-    assert report["cpu: ringtile's attention, head dim 16"].startswith(
-        "right for float64, float32, bfloat16, float16 ("
-    )
+    assert report["cpu: ringtile's GLU"] == "right for float64, float32, bfloat16; not used for float16: it crashes"
+    assert report["cpu: ringtile's SSD"] == "right for float64, float32, bfloat16, float16"
     monkeypatch.setattr(doctor, "kernels", lambda: {"error": None})
     assert doctor.run(argparse.Namespace()).status == 1
+
+
+FAULTY = """
+import sys; sys.path[:] = sys.argv[3:]
+import ctypes
+from ringtile.cli import self_tests
+some = self_tests.cases(self_tests.torch.device("cpu"))[-20:]
+some[6] = some[6]._replace(test=lambda: ctypes.string_at(0))
+self_tests.cases = lambda device: some
+self_tests.main()
+"""
+
+
+def test_the_program_runs_the_cases_and_names_one_that_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the environment of one of torchrun's workers; the last cases, of recurrences."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(self_tests, "PROGRAM", FAULTY)
+    expected = [""] * 6 + ["crashes: signal 11 (SIGSEGV)"] + [""] * 13
+    assert self_tests.in_children(torch.device("cpu"), 20) == expected
+
+
+# ---- cases of a GPU's size -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ops.KERNELS)
+def test_kernels_are_right_in_a_gpus_cases(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(self_test.REPEATS, "cpu", self_test.REPEATS["cuda"])
+    assert self_test.run(lambda: self_test.of_op(name, REAL, torch.device("cpu"), torch.float32)) == ""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [(False, False), (True, True)])
+def test_attention_is_right_in_a_gpus_case(dtype: str, options: tuple[bool, bool]) -> None:
+    case = attn_self_test.Case(dtype, 64, 64, True, *options)
+    given = RINGTILE, torch.device("cpu"), case, attn_self_test.PIPELINE
+    assert self_test.run(lambda: attn_self_test.run_case(*given)) == ""

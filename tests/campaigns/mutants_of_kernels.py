@@ -41,27 +41,13 @@ MUTANTS = [
         "",
         "c test_selective",
     ),
-    # ---- self-test in a child process
+    # ---- self-test in child processes
     Mutant(
-        "self-test: processes test beside each other",
-        "python/ringtile/self_test/child_process.py",
-        "fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "pass",
-        "tests/attn/test_self_test_child.py -k at_once",
-    ),
-    Mutant(
-        "self-test: verdicts of another driver are believed",
-        "python/ringtile/self_test/child_process.py",
-        'if kept["environment"] == at and',
-        "if",
-        "tests/attn/test_self_test_child.py -k believed",
-    ),
-    Mutant(
-        "self-test: a child that hangs is left alone",
-        "python/ringtile/self_test/child_process.py",
-        "os.killpg(process.pid, signal.SIGKILL)",
-        "pass",
-        "tests/attn/test_self_test_child.py -k hang",
+        "self-test: a case that ends its child is run again",
+        "python/ringtile/cli/self_tests.py",
+        "reasons += [reason] if said else",
+        "reasons += [] if said and len(said) > 1 else",
+        "tests/attn/test_self_test.py -k costs_its_case",
     ),
     # ---- torch operations instead of kernels
     Mutant(

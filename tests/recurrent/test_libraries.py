@@ -105,9 +105,8 @@ def test_the_small_case_runs_without_the_callers_hooks(monkeypatch: pytest.Monke
     forget()
 
 
-def test_doctor_names_the_library_or_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kind_without_a_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fla, "_why_no_fla", lambda: "flash-linear-attention is not installed")
-    found = choose.who_computes(torch.device("cpu"))
-    assert len(found) == 5
-    assert found.pop("selective scan").startswith("refused: it has no scan")
-    assert all(who == "refused: flash-linear-attention is not installed" for who in found.values())
+    found = {kind: choose.why_not_kind(kind, torch.device("cpu")) for kind in kernels.KERNELS}
+    assert found.pop("selective").startswith("it has no scan")
+    assert set(found.values()) == {"flash-linear-attention is not installed"}

@@ -8,8 +8,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +19,6 @@ from ringtile.cli.output import table
 from ringtile.errors import BuildError
 
 PACKAGES = ("transformers", "accelerate", "datasets", "trl", "peft", "deepspeed")
-HEAD_DIMS = (64, 128)  # of the attention kernels that are checked
 WRONG = "not used"
 BACKENDS = ("gloo", "nccl", "mpi", "xccl")
 
@@ -35,7 +32,7 @@ def run(args: argparse.Namespace) -> Outcome:
     report = examine()
     for title, rows in report.items():
         print(table(title, [(name, as_text(value)) for name, value in rows.items()]))
-    wrong = any(WRONG in result for name, result in report["self-test"].items() if "aten" not in name)
+    wrong = any(WRONG in result for name, result in report["self-test"].items() if "ringtile's" in name)
     return Outcome(int(report["kernels"]["error"] is not None or wrong), report)
 
 
@@ -119,56 +116,22 @@ def cuda_kernels_of(capability: tuple[int, int]) -> str:
 
 def self_tests() -> dict[str, str]:
     """By device and kernel: the dtypes for which it computes what it should, and what is wrong with the others."""
-    from ringtile import ops, self_test
-    from ringtile.attn import self_test as attn_self_test
-    from ringtile.attn.aten import ATEN
-    from ringtile.attn.choose import RINGTILE
-    from ringtile.recurrent import choose, kernels
-    from ringtile.self_test.child_process import Question
+    from ringtile import self_test
+    from ringtile.cli.self_tests import cases, in_children
 
     if not self_test.is_on():
         return {"switched off": f"{self_test.VARIABLE}=0"}
     found: dict[str, str] = {}
-    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    for device in (torch.device("cpu"), *gpus):
-        missing = bool(ops.why_no_kernels(device))
-        halves = (torch.bfloat16, torch.float16)
-        own = ops.FLOAT_DTYPES if device.type == "cpu" else ops.FLOAT_DTYPES[1:]
-        backends = dict.fromkeys(ATEN[device.type], own if device.type == "cpu" else halves)
-        if not missing:
-            backends = {RINGTILE: own, **backends}
-        questions = [Question.of(name, dtype) for name in [*ops.KERNELS] * (not missing) for dtype in ops.FLOAT_DTYPES]
-        for backend, dtypes in backends.items():
-            questions += [Question.of(backend.name, dtype, dim, dim, True) for dim in HEAD_DIMS for dtype in dtypes]
-        self_test.prepare(device, *questions)
-        for backend, dtypes in backends.items():
-            for dim in HEAD_DIMS:
-                of_dtypes = {dtype: Question.of(backend.name, dtype, dim, dim, True) for dtype in dtypes}
-                found[f"{device}: {backend.name}, head dim {dim}"] = results(
-                    {dtype: (attn_self_test.failure, (backend, device, each)) for dtype, each in of_dtypes.items()}
-                )
-        for name in () if missing else ops.KERNELS:
-            found[f"{device}: ringtile's {name}"] = results(
-                {dtype: (ops.why_not_kernel, (name, device, dtype)) for dtype in ops.FLOAT_DTYPES}
-            )
-        if device.type != "cpu":
-            found |= {f"{device}: {name}": who for name, who in choose.who_computes(device).items()}
-            continue
-        for name in kernels.KERNELS:
-            found[f"{device}: ringtile's {kernels.KERNELS[name]}"] = results(
-                {dtype: (kernels.why_not_kernel, (name, dtype)) for dtype in ops.FLOAT_DTYPES}
-            )
+    for device in (torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))):
+        asked = cases(device)
+        of_kernels: dict[str, dict[str, str]] = {}  # what is wrong, by kernel and dtype
+        for case, reason in zip(asked, in_children(device, len(asked)), strict=True):
+            of_kernels.setdefault(case.kernel, {})[case.dtype] = reason
+        for kernel, reasons in of_kernels.items():
+            right = ", ".join(dtype for dtype, reason in reasons.items() if not reason)
+            wrong = [f"{WRONG} for {dtype}: it {reason}" for dtype, reason in reasons.items() if reason]
+            found[f"{device}: {kernel}"] = "; ".join([f"right for {right}"] * bool(right) + wrong)
     return found
-
-
-def results(questions: dict[torch.dtype, tuple[Callable[..., str], tuple[Any, ...]]]) -> str:
-    """For which dtypes a kernel is right, and the milliseconds that it took to find out; and why not for others."""
-    began = time.perf_counter()
-    reasons = {str(dtype).removeprefix("torch."): why(*given) for dtype, (why, given) in questions.items()}
-    milliseconds = (time.perf_counter() - began) * 1e3
-    right = [name for name, reason in reasons.items() if not reason]
-    wrong = [f"{WRONG} for {name}: it {reason}" for name, reason in reasons.items() if reason]
-    return "; ".join([f"right for {', '.join(right)} ({milliseconds:.0f} ms)"] * bool(right) + wrong)
 
 
 def best_isa() -> str | None:

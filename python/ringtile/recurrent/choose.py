@@ -1,7 +1,7 @@
 """Who computes the tokens of one device: ringtile's kernels on a CPU, flash-linear-attention on a GPU.
 
 The library is used where it can compute the call, and where a small case agrees with the definition on this device
-(library_test.py). Any other call on a GPU is refused, with what to install or change.
+(self_test.py). Any other call on a GPU is refused, with what to install or change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ringtile import self_test
 from ringtile.errors import RefusedError
-from ringtile.recurrent import fla, kernels, library_test
+from ringtile.recurrent import fla, kernels
+from ringtile.recurrent import self_test as recurrent_self_test
 
 LIBRARY = "flash-linear-attention"
 
@@ -45,12 +46,14 @@ def why_not(op: str, x: Tensor, key_dim: int, by_channel: bool = False) -> str:
     dims = (key_dim, x.size(-1) if x.dim() == 4 else 0)
     key = (LIBRARY, op, x.device, x.dtype, dims, by_channel)
     function = getattr(fla, op)
-    wrong = self_test.why_not(key, lambda: library_test.failure(function, op, x.dtype, x.device, dims, by_channel))
+    wrong = self_test.why_not(
+        key, lambda: recurrent_self_test.failure(function, op, x.dtype, x.device, dims, by_channel)
+    )
     return wrong and f"it cannot be used for {x.dtype} with dims {dims}: it {wrong}"
 
 
-def who_computes(device: torch.device) -> dict[str, str]:
-    """Return who computes each of kernels.KERNELS in bfloat16 on a device with libraries, or why nobody does."""
+def why_not_kind(kind: str, device: torch.device) -> str:
+    """Return why the library does not compute one of kernels.KERNELS in bfloat16 on a device; "" if it does."""
     heads, channels = (torch.empty(1, 1, *size, dtype=torch.bfloat16, device=device) for size in ((2, 128), (128,)))
     questions: dict[str, tuple[str, torch.Tensor, int, bool]] = {
         "delta": ("gated_delta_rule", heads, 128, False),
@@ -59,8 +62,4 @@ def who_computes(device: torch.device) -> dict[str, str]:
         "selective": ("selective_scan", channels, 16, False),
         "convolution": ("causal_conv1d", channels, 4, False),
     }
-    found = {}
-    for kind, question in questions.items():
-        reason = why_not(*question)
-        found[kernels.KERNELS[kind]] = f"refused: {reason}" if reason else f"{LIBRARY}, right for bfloat16"
-    return found
+    return why_not(*questions[kind])

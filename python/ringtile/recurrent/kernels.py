@@ -33,11 +33,14 @@ _ops = torch.ops.ringtile
 
 KERNELS = {"delta": "gated delta rule", "kda": "KDA", "ssd": "SSD", "selective": "selective scan"}
 KERNELS["convolution"] = "causal convolution"
+_OPS = {"ssd": "ssd", "selective": "selective_scan", "convolution": "causal_conv1d"}
 
 
 def why_not_kernel(name: str, dtype: torch.dtype) -> str:
     """Return what is wrong with one of KERNELS on the CPU, "" if nothing is. Found out once a process."""
-    return self_test.why_not((KERNELS[name], dtype), lambda: recurrent_self_test.of(_ops)[name](dtype))
+    op = _OPS.get(name, "gated_delta_rule")
+    given = globals()[op], op, dtype, torch.device("cpu"), (4 if name == "convolution" else 5, 3), name == "kda", False
+    return self_test.why_not((KERNELS[name], dtype), lambda: recurrent_self_test.failure(*given))
 
 
 def _check_kernel(name: str, x: Tensor) -> None:
@@ -248,7 +251,6 @@ def _register_autograd(
     else its backward takes. in_order(*what the backward returns): a gradient for each tensor but seq_idx.
     name: in errors.
     """
-    backward_of = getattr(_ops, f"{op}_backward")
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.options = inputs[num_tensors:]
@@ -264,6 +266,7 @@ def _register_autograd(
         out = saved[out_like]
         dout = out.new_zeros(out.shape) if dout is None else _unit_last_stride(dout)
         dfinal_state = None if dfinal_state is None else dfinal_state.contiguous()
+        backward_of = getattr(_ops, f"{op}_backward")
         found = in_order(*backward_of(dout, dfinal_state, *saved, *ctx.options[:num_options]))
         gradients = zip(saved, (*found[:-1], None, found[-1]), strict=False)
         return (
