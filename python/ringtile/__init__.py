@@ -57,6 +57,7 @@ _LAZY = {
     "MetricsCallback": "hf.features.callbacks",
     "Plan": "planner.layer",
     "offload_activations": "hf.features.offload",
+    "real_tokens": "hf.written",
     "plan_attention": "planner.layer",
     "restore": "hf.trainer",
     "selective_scan": "recurrent.functions",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from ringtile.hf.features.offload import offload_activations
     from ringtile.hf.features.stream import stream_layers
     from ringtile.hf.trainer import enable, restore
+    from ringtile.hf.written import real_tokens
     from ringtile.latents import Latents
     from ringtile.planner.layer import Plan, plan_attention
     from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
@@ -131,6 +133,7 @@ __all__ = [
     "gated_delta_rule",
     "offload_activations",
     "plan_attention",
+    "real_tokens",
     "restore",
     "ring_attention",
     "selective_scan",

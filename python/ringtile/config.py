@@ -109,7 +109,8 @@ class Config(Section):
     reproducible: bool = False  # the same bits on any number of ranks: docs/guide/tiling.md
     shared_prefix: bool = False  # compute what rows of a batch begin alike with once: ringtile/hf/features/trees.py
     activation_offloading: bool = False  # keep the inputs of checkpointed layers in host memory
-    first_batch_check: bool = True  # compare the ranks with one process on the first batch: ringtile/hf/first_batch.py
+    # Compare the ranks with one process on the first batch: ringtile/hf/first_batch.py. true: auto.
+    first_batch_check: bool | Literal["auto", "require"] = "auto"
 
     @property
     def asks(self) -> bool:

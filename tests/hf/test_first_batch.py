@@ -2,7 +2,10 @@
 exact trains as if nothing had been proved."""
 
 import collections
+import contextvars
 import functools
+import io
+import logging
 import sys
 
 import hash_seeds
@@ -14,9 +17,10 @@ from accelerate import ParallelismConfig
 from cells import Cell, check, params, table
 from hf_engines import engine as engine_arguments
 from hf_models import tiny_encoder, tiny_model
-from hf_training import Padded, failure_of, make_trainer, packed
+from hf_training import Messages, Padded, failure_of, make_trainer, packed
 from pool import run_ranks
 from ringtile.first_batch.run import TIMES
+from ringtile.hf import first_batch
 from ringtile.hf.first_batch import cut_batch
 from ringtile.hf.trainer import first_batch_of
 from torch import nn
@@ -119,32 +123,37 @@ def _sum_that_shifts(logits, labels, vocab_size, num_items_in_batch=None, **kwar
     return total / (targets.ne(-100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-def _weight_decay(model, args, outputs):
-    outputs["loss"] = outputs["loss"] + 1e-3 * sum(weight.square().sum() for weight in model.parameters())
+def _weight_decay(model, outputs):
+    return 1e-3 * sum(weight.square().sum() for weight in model.parameters())
 
 
-def _second_token(model, args, outputs):
+def _second_token(model, outputs):
     """Multi-token prediction: the token after the next one, too."""
-    outputs["loss"] = outputs["loss"] + 0.1 * outputs["logits"].log_softmax(-1)[:, :-2].mean()
+    return 0.1 * outputs["logits"].log_softmax(-1)[:, :-2].mean()
 
 
-def _logits_in_forward(model):
+def _mean_of_logits(model, outputs):
+    return outputs["logits"].mean()
+
+
+def _in_forward(term, model):
+    """Adds a term to the loss."""
     forward = model.forward
 
-    def with_mean(input_ids=None, **kwargs):
+    def with_term(input_ids=None, **kwargs):
         outputs = forward(input_ids, **kwargs)
-        outputs["loss"] = outputs["loss"] + outputs["logits"].mean()
+        outputs["loss"] = outputs["loss"] + term(model, outputs)
         return outputs
 
-    model.forward = with_mean
+    model.forward = with_term
 
 
 LOSSES = {
     "mean": lambda model: setattr(model, "loss_function", _mean),
     "sum that shifts": lambda model: setattr(model, "loss_function", _sum_that_shifts),
-    "weight decay": lambda model: model.register_forward_hook(_weight_decay),
-    "second token": lambda model: model.register_forward_hook(_second_token),
-    "term in forward": _logits_in_forward,
+    "weight decay": functools.partial(_in_forward, _weight_decay),
+    "second token": functools.partial(_in_forward, _second_token),
+    "term in forward": functools.partial(_in_forward, _mean_of_logits),
 }
 
 
@@ -336,42 +345,126 @@ def _state_at_the_first_step():
 # ---- what cannot be proved ----------------------------------------------------------------------
 
 
-def _lines(model):
-    model.model.layers[0].lines = iter([1, 2])
+class Own(nn.Module):
+    """A user's MLP. takes: of a number of tokens, whether its kernels take so many. Counts tokens and calls."""
+
+    def __init__(self, mlp, takes=None, log=None):
+        super().__init__()
+        self.mlp, self.takes, self.log, self.calls = mlp, takes, log, 0
+        self.scales = self.squares = False
+        self.register_buffer("tokens", torch.zeros(()))
+
+    def forward(self, x):
+        if self.takes is not None and not self.takes(x.size(1)):
+            raise ValueError(f"{x.size(1)} tokens do not fit")
+        scale = 1 + 1e-3 * float(self.tokens) if self.scales else 1.0
+        self.calls += 1
+        self.tokens += x.size(0) * x.size(1) ** (2 if self.squares else 1)
+        return self.mlp(x) * scale
 
 
-def _long_rows(model):
-    embed = model.model.embed_tokens
-    embed.register_forward_pre_hook(lambda module, args: args[0].sum().item() / (args[0].size(1) // 24) and None)
+def _is_24_or_less(tokens):
+    return tokens <= 24
 
 
-def _refusals_of_the_unknown(changes):
-    messages = []
-    for change in changes:
-        model = tiny_model().train()
-        change(model)
-        messages.append(failure_of(make_trainer(model=model)))
-    return messages
+def _is_multiple_of_24(tokens):
+    return tokens % 24 == 0
 
 
-def test_a_model_of_which_nothing_can_be_proved_is_refused():
-    for iterator, short in run_ranks(2, _refusals_of_the_unknown, [_lines, _long_rows]):
-        assert iterator.startswith("RefusedError: the first batch proves nothing: ")
-        assert "list_iterator" in iterator
-        assert "fails in one process (" in short
-        for message in (iterator, short):
-            assert "Set first_batch_check: false" in message
+def _hidden(x):
+    """A state that nothing finds: it is behind an object of a library, which is taken not to change."""
+    VARIABLE.set([*VARIABLE.get(), 1])
+    HIDDEN.next_log_level = getattr(HIDDEN, "next_log_level", 0) + 1
+    return x * (1 + 0.1 * HIDDEN.next_log_level)
+
+
+VARIABLE = contextvars.ContextVar("seen", default=())
+HIDDEN = logging.getLogger("users")
+OWN = {
+    "a file": {"log": io.StringIO},
+    "short rows": {"takes": _is_24_or_less},
+    "multiples": {"takes": _is_multiple_of_24},
+    "counts": {},
+    "counts that are read": {"scales": True},
+    "counts that do not add up": {"squares": True},
+    "hidden": {},
+}
+
+
+def _rows_of_48(rows):
+    ids = torch.tensor([(row["input_ids"] * 8)[:48] for row in rows])
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _of_own(what, config):
+    """What is warned of, whether it was proved, and the losses; or the refusal. Cuts are of 32 of 48 tokens."""
+    model, options = tiny_model().train(), dict(OWN[what])
+    own = model.model.layers[0].mlp = Own(model.model.layers[0].mlp, options.get("takes"), options.get("log", list)())
+    own.scales, own.squares = options.get("scales", False), options.get("squares", False)
+    if what == "hidden":
+        vars(HIDDEN).pop("next_log_level", None)
+        model.model.norm.forward = functools.partial(_scaled, model.model.norm.forward)
+    calls = []
+    model.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
+    with pytest.MonkeyPatch.context() as patch, Messages() as said:
+        patch.setattr(first_batch, "_TOKENS", 1)
+        patch.setattr(first_batch, "_ROW", 32)
+        trainer = make_trainer(model=model, max_steps=2, gradient_accumulation_steps=1, collator=_rows_of_48)
+        try:
+            ringtile.enable(trainer, CONFIG | config)
+            trainer.train()
+        except ringtile.RefusedError as error:
+            return [str(error)], False, [], []
+        finally:
+            proof = first_batch_of(trainer)
+            ringtile.restore(trainer)
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    state = [own.calls, float(own.tokens), len(calls)]
+    return list(said), proof is not None, losses, state
+
+
+def _scaled(forward, x):
+    return _hidden(forward(x))
+
+
+def _all_of_own():
+    return {what: [_of_own(what, {"first_batch_check": how}) for how in ("auto", "require", False)] for what in OWN}
+
+
+def test_a_check_of_the_users_code_changes_nothing_and_stops_only_what_differs():
+    unproved = {"a file": "log is a StringIO", "short rows": "fails in one process (ValueError: 48 tokens do not fit)"}
+    tokens = "LlamaForCausalLM.model.layers.0.mlp.tokens"
+    refused = {"counts that are read": f"reads {tokens}", "counts that do not add up": f"{tokens}, which a forward"}
+    for found in run_ranks(2, _all_of_own, timeout=300.0):
+        for what, (auto, required, off) in found.items():
+            said, proved, losses, state = auto
+            assert off[0] == [], what
+            if what in refused:
+                assert "compute what one process computes" in said[0], said
+                assert refused[what] in said[0], said
+                continue
+            if what != "hidden":
+                assert (losses, state) == (off[2], off[3]), what
+            assert len(off[2]) == 2
+            if what in unproved:
+                assert not proved
+                assert required[0][0].startswith("the first batch proves nothing: "), required
+                assert unproved[what] in required[0][0]
+                assert all("unproved" in text and unproved[what] in text for text in said)
+            else:
+                assert proved
+            if what == "counts":
+                assert all(f"writes a part of {tokens}" in text for text in said)
+            if what == "hidden":
+                assert "gave other bits, first in model.norm" in required[0][0]
+                assert not said or any("gave other bits" in text for text in said)
 
 
 def _refused_in_the_second_step():
     model = _mixing_model("cumsum")
     trainer = make_trainer(model=model, max_steps=2)
 
-    def infinite(module, args, outputs):
-        if trainer.state.global_step == 0:
-            outputs["loss"] = outputs["loss"] + torch.inf
-
-    model.register_forward_hook(infinite)
+    _in_forward(lambda model, outputs: torch.inf if trainer.state.global_step == 0 else 0.0, model)
     return failure_of(trainer), trainer.state.global_step
 
 

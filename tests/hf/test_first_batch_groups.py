@@ -102,7 +102,9 @@ def test_groups_of_one_rank_prove_alike():
 
 def test_a_stream_that_is_wrong_is_named() -> None:
     trainer = make_trainer()
-    trainer.model.model.layers[1].mlp.register_forward_hook(lambda module, x, y: y + y.mean(1, keepdim=True))
+    mlp = trainer.model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) + forward(x).mean(1, keepdim=True)
     ringtile.enable(trainer, {"stream": True, "tile_tokens": 8})
     with pytest.raises(ringtile.RefusedError, match=r"stream does not compute what one rank .* Set stream: false"):
         trainer.train()

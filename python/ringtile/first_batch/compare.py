@@ -24,6 +24,8 @@ class Comparison:
     loss: float = 0.0
     noise: float = 0.0  # the largest difference that rounding makes, relative to the values of its module
     difference: str = ""  # the first one that rounding does not explain, in words
+    parts: tuple[str, ...] = ()  # what each rank writes a part of: one process, their sum, mean or largest
+    unsteady: str = ""  # the first module that gave other bits when the sharded run was made again
 
     @property
     def largest(self) -> float:
@@ -107,6 +109,25 @@ def _compare_loss(
             f"{named} is {theirs:.6g} on the ranks and {mine:.6g} in one process, from outputs of all modules that "
             f"are equal, where rounding explains a difference of {TIMES * noise:.1e}"
         )
+
+
+def compare_written(found: Comparison, whole: LossRun, rounded: LossRun, ranks: Mapping[str, Tensor]) -> None:
+    """What a forward has written, of the sharded run by the rank: name -> float64 (W, n) of whole.written's (n,)."""
+    for name, theirs in ranks.items():
+        mine = whole.written[name]
+        noise = (rounded.written.get(name, mine) - mine).abs().amax() + _UNITS_OF_LOSS * 2.0**-23 * mine.abs().amax()
+        differs = [(x - mine).abs() > TIMES * noise for x in (theirs, theirs.sum(0), theirs.mean(0), theirs.amax(0))]
+        if not differs[0].any():
+            continue
+        if not all(x.any() for x in differs):
+            found.parts += (name,)
+        elif not found.difference:
+            rank, place = (int(x) for x in differs[0].nonzero()[0])
+            found.difference = (
+                f"{name}, which a forward pass writes, changes at {place} by {float(mine[place]):.6g} in one "
+                f"process, by {float(theirs[rank, place]):.6g} on rank {rank} and by "
+                f"{float(theirs[:, place].sum()):.6g} on all ranks together"
+            )
 
 
 class _Measure:

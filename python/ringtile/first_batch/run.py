@@ -22,6 +22,7 @@ class LossRun(NamedTuple):
     loss: Tensor | None  # float64 ()
     trace: Trace
     rounding: float  # the unit in the last place of the loss, relative
+    written: Mapping[str, Tensor]  # float64: tensors and numbers of the model that it has changed, by name
 
 
 def record(
@@ -32,20 +33,22 @@ def record(
     like: LossRun | None = None,
     rounding: bool = False,
     scale: float = 1.0,
+    backward: bool = True,
+    written: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> LossRun:
     """Computes a loss and, if it has a graph, the gradients that reach the modules; no parameter gets a gradient.
 
     within: the context of the run, which tells the trace what tokens enter the model. like: a run whose choices of
-    experts this one makes too. scale: multiplies the loss in the backward.
+    experts this one makes too. scale: multiplies the loss in the backward. written: what was changed, asked at the end.
     """
     follows = None if like is None else like.trace.choices
     trace = Trace(paths, rounding=rounding, choices=Choices(follows, rounding=rounding, times=TIMES))
     with trace, within(trace):
         loss = loss_of()
-        if loss is not None and loss.requires_grad and trace.sources:
+        if backward and loss is not None and loss.requires_grad and trace.sources:
             # Gradients of activations alone: no engine's hook on a parameter runs.
             torch.autograd.grad(loss * scale, trace.sources, torch.ones_like(loss), allow_unused=True)
     trace.sources.clear()
     if loss is None:
-        return LossRun(None, trace, 0.0)
-    return LossRun(loss.detach().double(), trace, torch.finfo(loss.dtype).eps)
+        return LossRun(None, trace, 0.0, written())
+    return LossRun(loss.detach().double(), trace, torch.finfo(loss.dtype).eps, written())

@@ -158,6 +158,14 @@ class Trace:
         while self._handles:
             self._handles.pop().remove()
 
+    def differs_from(self, other: Trace) -> str:
+        """The first module whose numbers are not the same bits in another trace, in words; "" without one."""
+        for call, again in zip(self.calls, other.calls, strict=False):
+            for event, value in call.values.items():
+                if not torch.equal(value.nan_to_num(), again.values.get(event, value).nan_to_num()):
+                    return f"{event.path} ({self.names[event.path]})".removeprefix(" ")
+        return ""
+
     @property
     def place(self) -> str:
         """The innermost module that runs, in words; "" outside of all."""

@@ -73,6 +73,7 @@ class ShardedBatch:
     token_weights: Tensor | None = None  # (B, N): the local attention mask; 1 without one, 0 for the layout's padding
     mean_share: float = 1.0  # the factor, in the loss of a shard, of what is not divided by a number of items
     balancing_loss: Tensor | None = None  # (): of the sequence, where the model has computed one
+    told_padding: bool = False  # whether code of the user's has asked which tokens are real
     is_counted: bool = False  # whether a loss that does not shift was given the number of targets of all shards
     group: ContextParallelGroup | None = None
     room: keep.Room | None = None  # for what its checkpointed layers keep; None: nothing

@@ -3,12 +3,13 @@ compute what one process computes (docs/design/first_batch.md).
 
 The user's loss runs once, in the step itself. When it first calls the model, the model computes a cut of what it was
 given three times: alone, with nothing sharded; alone, with other rounding; and sharded over the group. Hidden states,
-outputs and gradients are compared, module by module, and whatever a forward pass may write is put back.
+outputs and gradients are compared, module by module, and what the model has written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -16,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ringtile.errors import RefusedError, RingtileError
 from ringtile.first_batch.compare import Comparison
+from ringtile.first_batch.own import own_code
 from ringtile.first_batch.proof import prove
+from ringtile.first_batch.quiet import without_checkpoints, without_hooks
 from ringtile.first_batch.run import LossRun, record
+from ringtile.first_batch.state import State
 from ringtile.first_batch.trace import Trace, running_trace
-from ringtile.first_batch.unchanged import Unchanged, without_checkpoints
 from ringtile.hf.group import of_a_collective
 from ringtile.hf.keys import key_of_tree
 from ringtile.hf.model import inside_engine, own_attention
@@ -41,7 +45,12 @@ _TARGETS = ("labels", "completion_mask")  # in the names of the keys that say wh
 _TILES = 3  # tiles of a shard of the cut, at least
 _LARGEST_WINDOW = 1024  # tokens: a cut is longer than windows and chunks up to this one
 _WITH_IMAGES = 4096  # tokens of all rows of a batch that is proved with its images, of which no cut can be made
+_LONGEST = 8192  # tokens of a batch that is proved whole, where its cut fails
 _INSTEAD = "ringtile verify proves this machine and these versions, on models of its own"
+
+
+class _UnprovedError(RefusedError):
+    """Nothing can be compared. Raised on every rank of the world."""
 
 
 class FirstBatch:
@@ -73,8 +82,9 @@ class FirstBatch:
         inputs: of the whole batch, on the model's device. loss_of(model, cut): the loss of a cut of it, which calls the
         model; None where there is none. num_items: what the loss is divided by. named: the loss, in words. numbers_of:
         an object besides the model whose numbers it may change.
-        RefusedError, on every rank of the group: the sharded run differs by more than rounding explains, or nothing can
-        be proved. A loss that is not finite leaves the proof to the next batch.
+        RefusedError, on every rank of the group: the sharded run differs by more than rounding explains; or, under
+        first_batch_check: require, nothing can be proved, of which there is else a warning. A loss that is not finite
+        leaves the proof to the next batch.
         """
         in_training = torch.is_grad_enabled()
         if running_trace() is not None or self._trained or (self._evaluated and not in_training):
@@ -83,99 +93,119 @@ class FirstBatch:
         began, inner = time.perf_counter(), inside_engine(model)
         # What the user has wrapped around the call (a checkpoint, offloading) keeps its own tensors only.
         own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        with own_tensors, without_checkpoints(inner), torch.compiler.set_stance("force_eager"):
-            unchanged = Unchanged(inner, numbers_of=numbers_of)
-            self._prove(inner, inputs, loss_of, unchanged, num_items=num_items, named=named)
+        options = {"num_items": num_items, "named": named, "averages": True}
+        try:
+            with own_tensors, without_checkpoints(inner), torch.compiler.set_stance("force_eager"):
+                # In a copy of the context: variables of contextvars are set in it alone.
+                contextvars.copy_context().run(self._prove, inner, inputs, loss_of, numbers_of, options)
+        except _UnprovedError as error:
+            self._say(error)
         self.seconds += time.perf_counter() - began
+
+    def _say(self, unproved: _UnprovedError) -> None:
+        """Warns, or refuses."""
+        if self._loss.config.first_batch_check == "require":
+            raise RefusedError(f"{unproved}. Set first_batch_check: auto to train without the proof; {_INSTEAD}")
+        if self._loss.trainer.args.process_index == 0:
+            logger.warning("ringtile: %s; the training goes on unproved. %s", unproved, _INSTEAD)
 
     def _prove(
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
         loss_of: Callable[[nn.Module, dict[str, Any]], Tensor | None],
-        unchanged: Unchanged,
-        *,
-        num_items: int,
-        named: str,
+        numbers_of: object,
+        options: dict[str, Any],
     ) -> None:
         """All ranks of the world decide alike what is proved: groups that make other forward passes of a model, or of
         its tower, hang under FSDP2 and ZeRO-3, which gather weights in each."""
         loss = self._loss
         images = loss.sharding.reading.besides & {name for name, value in inputs.items() if value is not None}
-        num_tokens = _num_tokens(inputs, images) if images else 0
-        is_tree, is_unknown, num_tokens = loss.group.largest_of_all(
-            int(key_of_tree(inputs) is not None), int(bool(unchanged.unknown)), num_tokens
-        )
-        if is_tree:
-            logger.warning("ringtile: the first batch is a tree, of which no cut is made: it proves nothing")
-            return
-        if is_unknown:
-            what = unchanged.unknown or "another rank holds something"
-            raise _unproved(f"{what}, which cannot be put back after a forward pass")
-        if num_tokens > _WITH_IMAGES:
-            logger.warning(
-                f"ringtile: the first batch has images and {num_tokens} tokens; of more than {_WITH_IMAGES} a cut is "
-                f"proved, without the images"
+        code = own_code(model, ALL_ATTENTION_FUNCTIONS.values())
+        with without_hooks(model) as hooks:
+            state = State(model, code, holder=numbers_of)
+            is_tree, is_unknown, has_code, num_tokens = loss.group.largest_of_all(
+                *(int(key_of_tree(inputs) is not None), int(bool(state.unknown)), int(bool(code))),
+                _num_tokens(inputs, images) if images else 0,
             )
-            inputs, images = {name: value for name, value in inputs.items() if name not in images}, frozenset()
-        at_targets = loss.config.shared_prefix
-        cut = dict(inputs) if images else cut_batch(inputs, self._row_tokens(), at_targets=at_targets)
-        num_tokens = _num_tokens(cut, images)
-        transport = transport_of(loss.group.process_group)
-        counted = transport.bytes_sent, transport.wait_seconds
-        drawn = loss.dropout.drawn
-        paths = {module: path for path, module in loss.base.named_modules()}
-        # As ZeRO-3 does after each step: a weight that another module than its own reads, such as a mixer that of its
-        # convolution, is else gathered in each run, which DeepSpeed takes for an error in the order of its weights.
-        small: list[Any] = [weight for weight in model.parameters() if getattr(weight, "ds_persist", False)]
-        if small:
-            small[0].all_gather(small)
-
-        def restore() -> None:
-            unchanged.restore()
-            loss.dropout.drawn = drawn
-
-        def run(whole: bool, **options: Any) -> LossRun:
-            restore()
-            place = ""
-
-            @contextlib.contextmanager
-            def within(trace: Trace) -> Iterator[None]:
-                nonlocal place
-                trace.whole = whole
-                with at_most(0 if whole else max(1, num_tokens // (_TILES * loss.group.size))):
-                    try:
-                        yield
-                    except BaseException:
-                        place = trace.place
-                        raise
-
+            if is_tree:
+                raise _UnprovedError("the first batch proves nothing: it is a tree, of which no cut is made")
+            if is_unknown:
+                what = state.unknown or "another rank holds something"
+                raise _UnprovedError(
+                    f"the first batch proves nothing: {what}, which a forward pass may change for good"
+                )
+            if num_tokens > _WITH_IMAGES:
+                logger.warning(
+                    f"ringtile: the first batch has images and {num_tokens} tokens; of more than {_WITH_IMAGES} a cut "
+                    f"is proved, without the images"
+                )
+                inputs, images = {name: value for name, value in inputs.items() if name not in images}, frozenset()
+            options |= {"own_code": bool(has_code), "besides": [_of_hooks(hooks)] * bool(hooks)}
             try:
-                copies = {  # that a forward pass may write, without the graph that made them
-                    name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in cut.items()
-                }
-                with own_attention(loss.base) if whole else contextlib.nullcontext():
-                    return record(lambda: loss_of(model, copies), paths, within, **options)
-            except Exception as error:
-                if isinstance(error, RingtileError | torch.OutOfMemoryError) or of_a_collective(error):
-                    raise
-                raise _failed(error, place or "the model", num_tokens if whole else 0) from error
-
-        try:
-            self.comparison = prove(
-                run,
-                loss.group.process_group,
-                averages=True,
-                num_tokens=num_tokens,
-                num_items=num_items,
-                named=named,
-                key="shared_prefix" if loss.config.shared_prefix else "stream",
-            )
-        finally:
-            restore()
-            transport.bytes_sent, transport.wait_seconds = counted
+                self._prove_cut(model, inputs, images, loss_of, state, options)
+            finally:
+                state.restore()
         if loss.group.largest_of_all(int(self.comparison is None)) != [0]:
             self._trained = self._evaluated = False
+            return
+        self._report(state)
+
+    def _report(self, state: State) -> None:
+        """Says what is no difference, but may be an error."""
+        found, group = self.comparison, self._loss.group
+        assert found is not None
+        if found.parts:
+            logger.warning(
+                "ringtile: in a forward pass each rank writes a part of %s, and one process their sum, mean or "
+                "largest: reduce it over the ranks before it is used",
+                ", ".join(found.parts),
+            )
+        is_unsteady, is_lost = group.largest_of_all(int(bool(found.unsteady)), int(bool(state.lost)))
+        if is_lost:
+            raise _UnprovedError(f"a forward pass writes {state.lost or 'a weight'}, which the proof has changed")
+        if is_unsteady:
+            raise _UnprovedError(
+                f"the sharded run of the first batch, made twice, gave other bits, first in "
+                f"{found.unsteady or 'a module of another rank'}: its code keeps a state that the proof "
+                f"has changed, or its kernels round otherwise each time"
+            )
+
+    def _prove_cut(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        images: Set[str],
+        loss_of: Callable[[nn.Module, dict[str, Any]], Tensor | None],
+        state: State,
+        options: dict[str, Any],
+    ) -> None:
+        """Of a cut on which one process fails, the batch itself is tried, once."""
+        loss = self._loss
+        cut = dict(inputs) if images else cut_batch(inputs, self._row_tokens(), at_targets=loss.config.shared_prefix)
+        transport = transport_of(loss.group.process_group)
+        counted = transport.bytes_sent, transport.wait_seconds
+        key = "shared_prefix" if loss.config.shared_prefix else "stream"
+        try:
+            for batch in (cut, dict(inputs)):
+                num_tokens = _num_tokens(batch, images)
+                run = _Run(loss, model, batch, loss_of, state, num_tokens)
+                try:
+                    self.comparison = prove(
+                        run,
+                        loss.group.process_group,
+                        num_tokens=num_tokens,
+                        key=key,
+                        largest_of_all=lambda number: loss.group.largest_of_all(number)[0],
+                        **options,
+                    )
+                    return
+                except _UnprovedError:
+                    longest = loss.group.largest_of_all(_num_tokens(inputs, images), -num_tokens)
+                    if batch is not cut or not -longest[1] < longest[0] <= _LONGEST:
+                        raise
+        finally:
+            transport.bytes_sent, transport.wait_seconds = counted
 
     def _row_tokens(self) -> int:
         """Tokens of a row for which no rank is idle, and no window or chunk is longer."""
@@ -188,24 +218,77 @@ class FirstBatch:
         return max([16 * self._loss.group.size, *(size + size // 2 for size in windows)])
 
 
-def _unproved(why: str) -> RefusedError:
-    return RefusedError(
-        f"the first batch proves nothing: {why}. Set first_batch_check: false to train without the check; {_INSTEAD}"
-    )
+class _Run:
+    """Runs of a loss on a batch, whole or sharded: what `prove` calls."""
+
+    def __init__(
+        self,
+        loss: ShardedLoss,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        loss_of: Callable[[nn.Module, dict[str, Any]], Tensor | None],
+        state: State,
+        num_tokens: int,
+    ) -> None:
+        self._loss, self._model, self._batch, self._loss_of = loss, model, batch, loss_of
+        self._state, self._num_tokens = state, num_tokens
+        self._drawn, self._place = loss.dropout.drawn, ""
+        self._paths = {module: path for path, module in loss.base.named_modules()}
+        # As ZeRO-3 does after each step: a weight that another module than its own reads, such as a mixer that of its
+        # convolution, is else gathered in each run, which DeepSpeed takes for an error in the order of its weights.
+        small: list[Any] = [weight for weight in model.parameters() if getattr(weight, "ds_persist", False)]
+        if small:
+            small[0].all_gather(small)
+
+    def __call__(self, whole: bool, *, restores: bool = True, **options: Any) -> LossRun:
+        """See `record`. restores: whether it begins where the first run did."""
+        if restores:
+            self._state.restore()
+        self._loss.dropout.drawn, self._place, found, reason = self._drawn, "", None, ""
+        copies = {  # that a forward pass may write, without the graph that made them
+            name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in self._batch.items()
+        }
+        try:
+            with own_attention(self._loss.base) if whole else contextlib.nullcontext():
+                found = record(
+                    lambda: self._loss_of(self._model, copies),
+                    self._paths,
+                    lambda trace: self._within(trace, whole),
+                    written=self._state.written,
+                    **options,
+                )
+        except Exception as error:
+            if isinstance(error, RingtileError) or of_a_collective(error):
+                raise
+            reason = f"{self._place or 'the model'} fails"
+            reason += f" {{}} ({' '.join(f'{type(error).__name__}: {error}'.split())})"
+            if not whole:
+                raise RefusedError(
+                    f"{reason.format('on a shard of the first batch')}; expected a module that makes no attention mask "
+                    f"of its own, of which a shard has none, and no tensor of the length of the sequence"
+                ) from error
+        finally:
+            self._loss.dropout.drawn = self._drawn
+        if whole and self._loss.group.largest_of_all(int(found is None)) != [0]:
+            reason = reason.format("in one process") or "the model fails on another rank"
+            raise _UnprovedError(f"the first batch proves nothing: on {self._num_tokens} of its tokens, {reason}")
+        assert found is not None
+        return found
+
+    @contextlib.contextmanager
+    def _within(self, trace: Trace, whole: bool) -> Iterator[None]:
+        trace.whole = whole
+        with at_most(0 if whole else max(1, self._num_tokens // (_TILES * self._loss.group.size))):
+            try:
+                yield
+            except BaseException:
+                self._place = trace.place
+                raise
 
 
-def _failed(error: Exception, place: str, num_tokens: int) -> RefusedError:
-    """num_tokens: that one process computed; 0: it was a shard."""
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
-    if num_tokens:
-        return _unproved(
-            f"on {num_tokens} of its tokens, {place} fails in one process ({reason}); expected a model that takes rows "
-            f"of any length"
-        )
-    return RefusedError(
-        f"{place} fails on a shard of the first batch ({reason}); expected a module that makes no attention mask of "
-        f"its own, of which a shard has none, and no tensor of the length of the sequence"
-    )
+def _of_hooks(names: list[str]) -> str:
+    hooks = f"{len(names)} hooks of yours" if len(names) > 1 else "a hook of yours"
+    return f"{hooks} did not run in it: {', '.join(dict.fromkeys(names))}"
 
 
 def _num_tokens(batch: Mapping[str, Any], images: Set[str]) -> int:

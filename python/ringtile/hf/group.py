@@ -7,7 +7,7 @@ import datetime
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from ringtile.errors import ConfigError, InputError, RingMismatchError
 from ringtile.hf.masks import read
 from ringtile.peak_memory import memory_bytes
 from ringtile.transport.groups import backend_name, transport_of
+
+if TYPE_CHECKING:
+    from ringtile.hf.written import Written
 
 
 def deepspeed_shards_sequences(accelerator: Accelerator) -> bool:
@@ -130,16 +133,17 @@ class ContextParallelGroup:
         found: list[int] = largest.tolist()
         return found
 
-    def check_same_batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def check_same_batch(self, inputs: Mapping[str, Any], written: Written | None = None) -> dict[str, Any]:
         """The batch, with the tensors that describe its documents on the host; checked to be the same on all ranks.
 
         One all-gather of a few integers. Without it, different batches of equal shape would train unnoticed. The result
         comes with the tensors, so that the host waits for a GPU once.
-        Raises RingMismatchError, naming what differs and where.
+        written: compared too. Raises RingMismatchError, naming what differs and where, RefusedError.
         """
         if self.size == 1:
             return read(inputs)[0]
-        header = _fingerprint(inputs)
+        besides = {} if written is None else written.numbers
+        header = _fingerprint(inputs) | besides
         mine = torch.stack([_on(self.device, number) for number in header.values()])
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(gathered, mine, group=self.process_group)
@@ -148,6 +152,8 @@ class ContextParallelGroup:
             for name, expected, got in zip(header, values[0].tolist(), values[rank].tolist(), strict=True):
                 if got != expected:
                     first, other = self.world_rank(0), self.world_rank(rank)
+                    if written is not None and name in besides:
+                        written.refuse(name, first, other)
                     raise RingMismatchError(
                         f"ranks {first} and {other} share a sequence but got different batches: {name} is "
                         f"{expected} on rank {first}, {got} on rank {other}; expected the same batch on "

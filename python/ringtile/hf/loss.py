@@ -137,7 +137,9 @@ class ShardedLoss(abc.ABC):
         before, calls = self.sharding.num_batches, list[None]()
         watched = isinstance(model, DistributedDataParallel) and not self.shards_steps
         with model.register_forward_pre_hook(lambda *_: calls.append(None)) if watched else contextlib.nullcontext():
+            self.sharding.written.begin_step()
             yield
+        self.sharding.written.end_step()
         if not model.training:
             return
         if not self.shards_steps and (self.sharding.num_batches == before or (watched and not calls)):

@@ -31,6 +31,7 @@ from ringtile.hf.model import attends_causally, drops_attention, set_attention, 
 from ringtile.hf.patches import Patches
 from ringtile.hf.reading import BatchReader, Reading, positions_separate
 from ringtile.hf.trainers import shares_rows
+from ringtile.hf.written import Written
 from ringtile.sequence.layout import PADDED_LIKE, Layout, resolved
 from ringtile.sequence.rounds import to_device
 from ringtile.sequence.sharded import ShardedSequence
@@ -48,6 +49,7 @@ class Sharding:
     ) -> None:
         self._trainer, self._base, self._config, self._group = trainer, base, config, group
         self.num_batches = 0  # that were sharded
+        self.written = Written(base)
         self.room: keep.Room | None = None  # for what checkpointed layers keep; made before each forward
         text, causal, hybrid = base.config.get_text_config(), attends_causally(base), bool(mixers(text_modules(base)))
         # States are passed from stretch to stretch, of which a balanced layout makes many.
@@ -74,7 +76,8 @@ class Sharding:
         apart; else ringtile does so, on one rank.
         Raises RingMismatchError when the ranks of the group hold different batches, and whatever `shard_batch` raises.
         """
-        on_host, whole = self._group.check_same_batch(inputs), runs_whole()
+        whole, proves = runs_whole(), running_trace() is not None
+        on_host = self._group.check_same_batch(inputs, None if proves else self.written)
         is_tree = key_of_tree(inputs) is not None
         given, rows, positions = dict(inputs), None, None
         if is_tree:
@@ -114,6 +117,7 @@ class Sharding:
         if whole:  # in the user's attention, which the proof has set
             set_attention(self._base)
         self.num_batches += 1
+        self.written.batches += [] if proves else [batch]
         batch.group, batch.mean_share, batch.room = self._group, 1 / batch.sequence.world_size, self.room
         assert batch.token_weights is not None
         shape = (batch.token_weights.size(0), batch.sequence.local_len)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from ringtile.errors import ConfigError, RefusedError
-from ringtile.first_batch.unchanged import without_checkpoints
+from ringtile.first_batch.quiet import without_checkpoints
 from ringtile.hf.families import CACHES
 from ringtile.hf.patches import Patches
 from ringtile.planner.live import Live

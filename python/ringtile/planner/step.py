@@ -33,7 +33,7 @@ from ringtile.attn import ring
 from ringtile.attn.attention import RingAttention
 from ringtile.attn.call import AttentionCall, unwritten_keys, with_latents
 from ringtile.errors import RefusedError
-from ringtile.first_batch.unchanged import without_checkpoints
+from ringtile.first_batch.quiet import without_checkpoints
 from ringtile.hf.attention import empty_mask, latents_of
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active, checkpoints
 from ringtile.hf.features import latents, recurrent, stream

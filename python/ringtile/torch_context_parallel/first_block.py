@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from ringtile.errors import InputError, RefusedError
 from ringtile.first_batch.compare import Comparison
+from ringtile.first_batch.own import own_code
 from ringtile.first_batch.proof import prove
+from ringtile.first_batch.quiet import without_checkpoints, without_hooks
 from ringtile.first_batch.run import LossRun, record
+from ringtile.first_batch.state import State
 from ringtile.first_batch.trace import ModelCall, Trace
-from ringtile.first_batch.unchanged import Unchanged, without_checkpoints
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.torch_context_parallel.buffers import pairs_of, seq_len_of
@@ -65,16 +67,17 @@ class FirstBlock:
                 trace.begin(ModelCall(shape, None if whole else sequence, seq_len))
                 yield
 
-        def run(whole: bool, **options: Any) -> LossRun:
-            unchanged.restore()
-            return record(loss, paths, lambda trace: within(whole, trace), **options)
+        def run(whole: bool, *, restores: bool = True, **options: Any) -> LossRun:
+            if restores:
+                state.restore()
+            return record(loss, paths, lambda trace: within(whole, trace), written=state.written, **options)
 
         full = [buffer.detach() for buffer in self.buffers]
-        with without_checkpoints(model), torch.compiler.set_stance("force_eager"):
-            unchanged = Unchanged(model, loss=loss)
-            if unchanged.unknown:
+        with without_checkpoints(model), without_hooks(model), torch.compiler.set_stance("force_eager"):
+            state = State(model, own_code(model, [loss]))
+            if state.unknown:
                 raise RefusedError(
-                    f"the loss runs more than once in this check, and {unchanged.unknown}, which cannot be put back; "
+                    f"the loss runs more than once in this check, and {state.unknown}, which cannot be put back; "
                     f"expected a loss without it"
                 )
             try:
@@ -84,7 +87,7 @@ class FirstBlock:
             finally:
                 for buffer, content in zip(self.buffers, full, strict=True):
                     set_content(buffer, content)
-                unchanged.restore()
+                state.restore()
         if found is None:
             raise InputError("the loss of one process is not finite; expected a batch of which it is a number")
         return found

@@ -1,0 +1,244 @@
+"""What the runs of a check may write, by where it lives: in the model, in generators of random numbers and, where code
+of the user's runs in the model, in the user's own Python modules. It is put back, in the same objects."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import functools
+import sys
+import types
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ringtile.first_batch.own import LIBRARIES, is_own, is_users, names_in
+from ringtile.random_states import all_random_states, set_random_states
+
+_MOST = 10_000  # entries of a container whose content is kept
+_LARGEST = 1 << 28  # bytes of all tensors that are copied
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module
+_PLAIN = (bool, int, float, str, type(None), list, deque, set, tuple, dict, Tensor)
+_LASTING = (int, float, complex, str, bytes, types.BuiltinFunctionType, torch.dtype)
+
+
+class State:
+    """The state when this is made; `restore` puts it back, as often as is asked.
+
+    code: what `own_code` has found. Without it only the model, numbers of `holder` and default generators are kept.
+    With it, also weights of the modules that it is of, and the data in the user's Python modules: in variables, classes
+    and functions, and in objects of the user's classes.
+    unknown: what such code holds or names and cannot be put back (a file, an iterator, an object of a library), in
+    words. lost: what a run has changed for good, in words: a weight, a large tensor.
+    """
+
+    def __init__(self, model: nn.Module, code: list[Any], *, holder: object = None) -> None:
+        self.unknown = self.lost = ""
+        self._undo: list[Callable[[], object]] = []
+        self._seen, self._bytes = dict[int, Any](), 0
+        self._numbers: list[tuple[str, dict[str, Any], str, Tensor]] = []  # of modules, as they were
+        own, name, names = {*map(id, code)}, type(model).__name__, names_in(code)
+        self._watched: list[tuple[str, Tensor, int]] = [
+            (path, x, x._version) for path, x in model.named_parameters() if type(x) is nn.Parameter
+        ]
+        for path, module in model.named_modules():
+            used = {id(x) for x in (*type(module).__mro__, *vars(module).values(), *vars(type(module)).values())}
+            self._module(module, f"{name}.{path}" if path else name, bool(own & used))
+        for space in [vars(sys.modules[each]) for each in [*sys.modules] if code and is_users(each)]:
+            self._undo.append(functools.partial(_put_back, space, dict(space)))
+            for variable, x in [*space.items()]:
+                place = space["__name__"], variable
+                self._keep(x, ".".join(place), place in names)
+        for x in code:
+            self._keep(x, x.__qualname__, True)
+        if holder is not None:  # a Trainer, whose other attributes are the training's
+            self._attributes(vars(holder), type(holder).__name__, False, lambda name, x: _is_numbers(x))
+        self._random = all_random_states()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for undo in self._undo:
+            undo()
+        set_random_states(self._random)
+        written = (path for path, x, version in self._watched if x._version != version)
+        self.lost = self.lost or next(written, "")
+
+    def written(self) -> dict[str, Tensor]:
+        """By how much buffers, and tensors and numbers of the user's modules, have changed: float64 (n,), by name."""
+        now = {place: (_flat(held.get(name)), before) for place, held, name, before in self._numbers}
+        same = ((place, x - y) for place, (x, y) in now.items() if x is not None and x.shape == y.shape)
+        return {place: change for place, change in same if change.any()}
+
+    def _module(self, module: nn.Module, place: str, own: bool) -> None:
+        self._seen[id(module)] = module
+        for held in (module._buffers, *([vars(module)] if own else [])):
+            flat = ((name, _flat(x)) for name, x in held.items())
+            self._numbers += [(f"{place}.{name}", held, name, x) for name, x in flat if x is not None]
+        self._undo += [functools.partial(module._buffers.__setitem__, *item) for item in module._buffers.items()]
+        for name, x in (*module._buffers.items(), *(module._parameters.items() if own else ())):
+            self._keep(x, f"{place}.{name}", False)
+
+        def keeps(name: str, x: Any) -> bool:
+            """Libraries and engines keep states of theirs in underscored attributes."""
+            return name not in _OF_TORCH and (own or (name[0] != "_" and isinstance(x, _PLAIN)))
+
+        self._attributes(vars(module), place, own, keeps)
+
+    def _attributes(self, held: dict[str, Any], place: str, named: bool, keeps: Callable[[str, Any], bool]) -> None:
+        kept = {name: x for name, x in held.items() if keeps(name, x)}
+        self._undo.append(functools.partial(_put_back, held, kept, keeps))
+        for name, x in kept.items():
+            self._keep(x, f"{place}.{name}", named)
+
+    def _keep(self, x: Any, place: str, named: bool) -> None:
+        """Keeps the content of x, and of what it holds. named: by code that runs, which may write it."""
+        if x is None or isinstance(x, _LASTING) or id(x) in self._seen:
+            return
+        self._seen[id(x)] = x
+        if isinstance(x, nn.Module):
+            self._module(x, place, is_own(type(x)))
+        elif isinstance(x, Tensor):
+            self._tensor(x, place)
+        elif (data := _data(x, named)) is not None:
+            undo, held = data
+            self._undo += undo
+            for each in held if len(held) <= _MOST else ():
+                self._keep(each, place, named)
+        elif named and not _lasts(type(x)):
+            self.unknown = self.unknown or f"{place} is a {type(x).__name__}"
+
+    def _tensor(self, x: Tensor, place: str) -> None:
+        self._bytes += (size := x.numel() * x.element_size())
+        if x.is_meta or x.is_inference() or hasattr(x, "ds_id"):
+            return
+        if self._bytes <= _LARGEST and x.layout == torch.strided:
+            content = x.detach().clone()
+            self._undo.append(functools.partial(_refill_tensor, x, content))
+            self._watched = [each for each in self._watched if each[1] is not x]
+        else:
+            self._bytes -= size
+            self._watched.append((place, x, x._version))
+
+
+def _flat(x: Any) -> Tensor | None:
+    """A tensor, or a number, as float64 (n,) of the CPU; None: it is another object, or large."""
+    if isinstance(x, int | float) and not isinstance(x, bool):
+        return torch.tensor([float(x)], dtype=torch.float64)
+    if type(x) is not Tensor or x.layout != torch.strided or x.is_complex() or x.is_meta or x.numel() > _MOST**2 // 100:
+        return None
+    return x.detach().double().flatten().cpu()
+
+
+def _data(x: Any, named: bool) -> tuple[list[Callable[[], object]], list[Any]] | None:
+    """What puts the content of x back, and what x holds; None: it is no data."""
+    cls = type(x)
+
+    def later(function: Callable[..., object], *args: Any) -> Callable[[], object]:
+        return functools.partial(function, *args)
+
+    if isinstance(x, dict | list) and cls.__module__.partition(".")[0] in LIBRARIES:
+        return None  # a mapping of transformers imports what it is asked for
+    if isinstance(x, dict):
+        return [later(_put_back, x, dict(x))], [*x.values()]
+    if isinstance(x, list | deque | set | bytearray | array.array):
+        return [later(_refill, x, [*x])], [*x] if isinstance(x, list | deque | set) else []
+    if isinstance(x, tuple | frozenset):
+        return [], [*x]
+    if isinstance(x, types.ModuleType):
+        return [], [vars(x)] if x.__name__ not in sys.modules else []
+    if isinstance(x, types.MethodType | functools.partial):
+        return [], [x.__self__, x.__func__] if isinstance(x, types.MethodType) else [x.func, x.args, x.keywords]
+    if isinstance(x, types.FunctionType):
+        return [], [vars(x), x.__defaults__, x.__kwdefaults__, x.__closure__] if is_own(x) else []
+    if isinstance(x, types.CellType):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            return [later(setattr, x, "cell_contents", x.cell_contents)], [x.cell_contents]
+        return [], []
+    if isinstance(x, functools._lru_cache_wrapper):
+        return [] if x.cache_info().currsize else [x.cache_clear], []
+    if isinstance(x, type):
+        kept = {name: value for name, value in vars(x).items() if not name.startswith("__")} if is_own(x) else {}
+        return [later(_put_back_class, x, kept)] * is_own(x), [*kept.values()]
+    for kinds, get, put in (("torch", "numpy"), "get_state", "set_state"), (("random",), "getstate", "setstate"):
+        if cls.__module__.startswith(kinds) and hasattr(cls, put):
+            return [later(getattr(x, put), getattr(x, get)())], []
+    if cls.__module__.startswith("numpy"):
+        if hasattr(cls, "bit_generator"):
+            return [later(setattr, x.bit_generator, "state", x.bit_generator.state)], []
+        return [later(x.__setitem__, ..., x.copy())] if hasattr(x, "flags") and x.flags.writeable else [], []
+    is_simple = named and cls.__module__.partition(".")[0] in sys.stdlib_module_names - {"logging", "_io", "ctypes"}
+    if not (is_own(cls) or is_simple or hasattr(cls, "to_dict")):  # a configuration of a library
+        return None
+    held = getattr(x, "__dict__", None)
+    slots = [
+        slot for each in cls.__mro__ for slot in vars(each).values() if isinstance(slot, types.MemberDescriptorType)
+    ]
+    content = {slot: slot.__get__(x) for slot in slots if hasattr(x, slot.__name__)} if is_own(cls) else {}
+    if (not isinstance(held, dict) and not content) or any(_is_threads(y) for y in (held or {}).values()):
+        return None
+    undo = [later(slot.__set__, x, value) for slot, value in content.items()]
+    return undo, [held, *content.values()]
+
+
+def _lasts(cls: type) -> bool:
+    """Whether what code does with an object of a library leaves it as it is: it is compared by its value, or code."""
+    hashes: Any = cls.__hash__
+    by_value = hashes is not None and hashes is not object.__hash__
+    of_library = cls.__module__.partition(".")[0] in LIBRARIES and not cls.__module__.startswith("torch.utils")
+    return by_value or of_library or hasattr(cls, "__get__") or cls.__module__ in ("logging", "torch")
+
+
+def _is_threads(x: Any) -> bool:
+    """Whether other threads have a part in it."""
+    return type(x).__module__.partition(".")[0] in ("_thread", "threading", "queue", "multiprocessing", "concurrent")
+
+
+def _is_numbers(x: Any) -> bool:
+    """Whether it is a number, or holds nothing but numbers."""
+    if isinstance(x, dict | list | deque | set | tuple):
+        entries = [y for pair in x.items() for y in pair] if isinstance(x, dict) else x
+        return len(x) <= _MOST and all(map(_is_numbers, entries))
+    return isinstance(x, bool | int | float | str | None)
+
+
+# ---- the way back -------------------------------------------------------------------------------
+
+
+def _put_back(held: dict[Any, Any], kept: dict[Any, Any], keeps: Callable[[Any, Any], bool] = lambda *_: True) -> None:
+    """Of a mapping, the entries of a kind, in their order."""
+    for name in [name for name, x in held.items() if name not in kept and keeps(name, x)]:
+        del held[name]
+    for name, x in kept.items():
+        if held.get(name, held) is not x:
+            held[name] = x
+    if [name for name in held if name in kept] != [*kept]:
+        for name in kept:
+            del held[name]
+        held.update(kept)
+
+
+def _put_back_class(cls: type, kept: dict[str, Any]) -> None:
+    for name in [name for name in vars(cls) if name not in kept and not name.startswith("__")]:
+        delattr(cls, name)
+    for name, x in kept.items():
+        if vars(cls).get(name) is not x:
+            setattr(cls, name, x)
+
+
+def _refill(held: Any, content: list[Any]) -> None:
+    if len(held) != len(content) or any(x is not y for x, y in zip(held, content, strict=True)):
+        while held:  # of all kinds
+            held.pop()
+        (held.update if isinstance(held, set) else held.extend)(content)
+
+
+def _refill_tensor(x: Tensor, content: Tensor) -> None:
+    """Gives a tensor its content again; a backward that needs it finds the same numbers, and is not told."""
+    if x.shape != content.shape:
+        x.data = content.clone()
+        return
+    with torch.autograd._unsafe_preserve_version_counter(x):  # type: ignore[attr-defined]
+        x.copy_(content)
