@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import datetime
 import errno
 import os
 import socket
@@ -14,9 +15,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
-from ringtile import RingMismatchError
-from ringtile.transport import agreement, sockets
+from ringtile import PeerLostError, RingMismatchError
+from ringtile.transport import agreement, groups, sockets
 from ringtile.transport.agreement import HEADER_BYTES
 from ringtile.transport.sockets import Meeting
 
@@ -122,6 +124,49 @@ def test_a_rank_without_descriptors_is_named_by_all(monkeypatch: pytest.MonkeyPa
     gone = all_meet(3, to_all_others)
     assert len({each.peer for each in gone}) == 1
     assert {each.reason for each in gone} == {"it cannot listen for other ranks: Too many open files"}
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_a_long_timeout_is_several_waits(monkeypatch: pytest.MonkeyPatch, hosts: int) -> None:
+    """A wait counts milliseconds in an int. Here each ends after 10 ms, and a rank is late at every step."""
+
+    def late(meeting: Meeting) -> bytes | None:
+        peer = 1 - meeting.rank
+        meeting = on_two_hosts(meeting) if hosts == 2 else meeting
+        time.sleep(0.2 * meeting.rank)
+        (links,) = to_all_others(meeting)
+        channel = sockets.SocketChannel(links, meeting.timeout_seconds)
+        time.sleep(0.2 * meeting.rank)
+        channel.send(b"x" * HEADER_BYTES, [peer])
+        assert channel.wait([peer], meeting.timeout_seconds)
+        return channel.receive(peer)
+
+    monkeypatch.setattr(sockets, "_LONGEST_WAIT", 0.01)
+    assert all_meet(2, late, sockets.LONGEST_SECONDS) == [b"x" * HEADER_BYTES] * 2
+    assert not sockets.SocketChannel({}, 1.0).wait([], 0.03)
+
+
+def test_a_store_that_has_ended_is_named_at_once() -> None:
+    """A rank that comes after the one that serves the store has left. A new connection would wait for the store."""
+
+    class Group:
+        _device_types = (torch.device("cpu"),)
+        rank, size, recv = (lambda self: 1), (lambda self: 2), mock.Mock(side_effect=RuntimeError)
+
+        def _get_backend(self, device: torch.device) -> Any:
+            backend = mock.Mock()
+            backend.name.return_value, backend.options._timeout = "gloo", datetime.timedelta(seconds=300)
+            return backend
+
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    del server
+    group, began = Group(), time.monotonic()
+    with mock.patch.object(groups, "_get_process_group_store", return_value=dist.PrefixStore("0", client)):
+        transport = groups.ProcessGroupTransport(group)  # type: ignore[arg-type]
+        with pytest.raises(PeerLostError, match=r"rank 0 was lost .*the store of the group has ended"):
+            transport.find_hosts()
+    assert time.monotonic() - began < 20.0
 
 
 def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import datetime
 import gc
+import math
 import os
 import random
 import threading
@@ -123,6 +125,26 @@ def test_a_header_that_does_not_fit_is_refused() -> None:
 
     with pytest.raises(InputError, match=r"header of 2... bytes; expected at most 1019"):
         LoopbackWorld(2).run(on_rank)
+
+
+def call_in_group(seconds: float) -> list[float]:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=seconds))
+    assert group is not None
+    return pass_on(group)
+
+
+@pytest.mark.parametrize("seconds", [180_000_000.0, 1e12])
+def test_any_timeout_that_torch_takes(seconds: float) -> None:
+    """Published examples set ddp_timeout: 180000000; 24.8 days are 2**31 ms."""
+    assert run_ranks(2, call_in_group, seconds) == [[1.0, 0.0], [0.0, 1.0]]
+    assert LoopbackWorld(2, timeout_seconds=seconds).run(pass_on) == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_virtual_ranks_wait_for_ever_or_more_than_no_time() -> None:
+    assert LoopbackWorld(2, timeout_seconds=math.inf).run(pass_on) == [[1.0, 0.0], [0.0, 1.0]]
+    for seconds in (0, -1.0, math.nan, None, "60"):
+        with pytest.raises(InputError, match=r"timeout_seconds is .*expected more than 0 s"):
+            LoopbackWorld(2, timeout_seconds=seconds)  # type: ignore[arg-type]
 
 
 # ---- once ranks have agreed ---------------------------------------------------------------------

@@ -147,9 +147,14 @@ class ProcessGroupTransport(Transport):
     def _connect(self) -> Headers:
         group, rank, world_size = self._own_group(), self.rank, self.world_size
         device = torch.device("cpu") if "cpu" in self._carries else group._device_types[0]
-        seconds: float = group._get_backend(device).options._timeout.total_seconds()
+        timeout: datetime.timedelta = group._get_backend(device).options._timeout
+        seconds = min(timeout.total_seconds(), sockets.LONGEST_SECONDS)
         joint: Any = _get_process_group_store(group)
-        store = joint.clone()  # a connection of its own, on which others do not wait
+        with sockets.store_named():
+            joint.check(
+                ["ringtile"]
+            )  # fails at once where the host of the store is gone; a new connection waits for it
+            store = joint.clone()  # a connection of its own, on which others do not wait
         meeting = Meeting(store, rank, world_size, seconds, shares=shared_memory.shares_memory())
         self.hosts, tree = meeting.hosts, tree_neighbors(rank, world_size)
         if "cpu" not in self._carries:

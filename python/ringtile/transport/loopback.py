@@ -13,10 +13,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ringtile.errors import InputError, PeerLostError
+from ringtile.errors import InputError, PeerLostError, shown
 from ringtile.transport.agreement import Headers, tree_neighbors
 from ringtile.transport.failures import FailureDetector, Notice
-from ringtile.transport.sockets import SocketChannel
+from ringtile.transport.sockets import LONGEST_SECONDS, SocketChannel
 from ringtile.transport.transport import Transport, Work
 
 Result = TypeVar("Result")
@@ -142,7 +142,9 @@ class LoopbackWorld:
     def __init__(self, world_size: int, timeout_seconds: float = 60.0) -> None:
         if world_size < 1:
             raise InputError(f"world_size is {world_size}; expected at least 1")
-        hall = Hall(world_size, timeout_seconds)
+        if not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
+            raise InputError(f"timeout_seconds is {shown(timeout_seconds)}; expected more than 0 s, math.inf for ever")
+        hall = Hall(world_size, min(timeout_seconds, LONGEST_SECONDS))
         self.groups = [LoopbackGroup(LoopbackTransport(rank, world_size, hall)) for rank in range(world_size)]
 
     def run(self, function: Callable[[LoopbackGroup], Result]) -> list[Result]:

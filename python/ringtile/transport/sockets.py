@@ -45,6 +45,8 @@ _INTRODUCTION = struct.Struct(f"<IB{_TOKEN_BYTES}s")  # who connects, by which w
 _MAX_STRANGERS = 256  # that a rank listens to at once; then the first of them is no peer
 _LOOK_SECONDS = 0.0005, 0.02  # between two looks into the store for a header: at least, at most
 _LAST_SECONDS = 0.5  # that the last headers of a rank may take to reach the store
+LONGEST_SECONDS = 1e9  # a timeout of more, such as timedelta.max, is this one: clocks and the kernel can add it up
+_LONGEST_WAIT = 3600.0  # seconds of one wait, which counts milliseconds in an int; a longer one is several
 
 
 class SocketChannel:
@@ -111,16 +113,23 @@ class SocketChannel:
 
     def wait(self, peers: Collection[int], seconds: float) -> bool:
         """Return whether there is something to receive from one of these peers, as soon as there is."""
-        poll = select.poll()
+        poll, deadline = select.poll(), time.monotonic() + seconds
         for peer in peers:
             poll.register(self._sockets[peer], select.POLLIN)
-        return bool(poll.poll(max(seconds, 0.0) * 1000))
+        while not (arrived := poll.poll(_part_of(deadline) * 1000)) and time.monotonic() < deadline:
+            pass
+        return bool(arrived)
 
     def close(self) -> None:
         """End the connections, for which another thread may be waiting; peers still receive what was sent before."""
         for connection in self._sockets.values():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def _part_of(deadline: float) -> float:
+    """Return the seconds that one wait until the deadline may take."""
+    return min(max(deadline - time.monotonic(), 0.0), _LONGEST_WAIT)
 
 
 def close_all(connections: Iterable[socket.socket]) -> None:
@@ -189,6 +198,15 @@ def _carry(store: Store, rank: int, peers: list[int], inside: SocketChannel) -> 
 # ---- meeting in the store -----------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def store_named() -> Iterator[None]:
+    """Turn an error of the store of a group into a PeerGoneError of rank 0, which serves it or joined it first."""
+    try:
+        yield
+    except DistError as error:
+        raise PeerGoneError(0, f"the store of the group has ended: {str(error).splitlines()[0]}") from None
+
+
 class Meeting:
     """The ranks of a group say things to each other in steps; each of them says something in every step.
 
@@ -201,8 +219,9 @@ class Meeting:
     def __init__(self, store: Store, rank: int, world_size: int, timeout_seconds: float, **fields: Any) -> None:
         self.rank, self.timeout_seconds = rank, timeout_seconds
         self.deadline = time.monotonic() + timeout_seconds
-        # A world that was destroyed and made again may meet in the same store, under the same name.
-        self.store = PrefixStore(f"ringtile/{store.add(f'ringtile/{rank}', 1)}/", store)
+        with store_named():
+            # A world that was destroyed and made again may meet in the same store, under the same name.
+            self.store = PrefixStore(f"ringtile/{store.add(f'ringtile/{rank}', 1)}/", store)
         self._ranks = range(world_size)
         self._step = 0
         self.facts = self.say(version=HEADER_VERSION, host=_host_id(), **fields)
@@ -226,13 +245,11 @@ class Meeting:
         if failure is not None and failure.peer != self.rank:
             reason = f"it cannot reach rank {failure.peer}: {reason}"
         keys = [f"{self._step}/{rank}" for rank in self._ranks]
-        try:
+        with store_named():
             self.store.set(keys[self.rank], json.dumps({**fields, "failure": in_header(reason)}))
             if failure is not None:
                 raise failure
             said: list[dict[str, Any]] = [json.loads(text) for text in self._take(keys)]
-        except DistError as error:
-            raise PeerGoneError(0, f"the store of the group has ended: {str(error).splitlines()[0]}") from None
         for peer, each in enumerate(said):
             if each["failure"]:
                 raise PeerGoneError(peer, each["failure"])
@@ -240,12 +257,14 @@ class Meeting:
 
     def _take(self, keys: list[str]) -> list[bytes]:
         """Return what is under the keys, by rank, once all are there."""
-        try:
-            self.store.wait(keys, datetime.timedelta(seconds=max(self.deadline - time.monotonic(), 0.001)))
-        except RuntimeError:
-            for rank, key in enumerate(keys):
-                if not self.store.check([key]):
-                    raise PeerGoneError(rank, f"nothing came for {self.timeout_seconds:g} s") from None
+        while True:
+            try:
+                self.store.wait(keys, datetime.timedelta(seconds=max(_part_of(self.deadline), 0.001)))
+                break
+            except RuntimeError:
+                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+                if missing and time.monotonic() >= self.deadline:
+                    raise PeerGoneError(missing[0], f"nothing came for {self.timeout_seconds:g} s") from None
         try:
             return self.store.multi_get(keys)
         except RuntimeError:  # a store of files gets one at a time
@@ -357,7 +376,7 @@ def _address_of(interface: str) -> str:
 
 
 def _connect(peer: int, address: dict[str, Any], on_host: bool, hello: bytes, deadline: float) -> socket.socket:
-    seconds = max(0.1, deadline - time.monotonic())
+    seconds = max(0.1, _part_of(deadline))
     try:
         if on_host:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -387,10 +406,9 @@ def _accept(
         for listener in listeners:
             listener.setblocking(False)
         while missing:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if time.monotonic() >= deadline:
                 raise PeerGoneError(min(missing)[1], "it did not connect")
-            for one in cast("list[socket.socket]", wait(open_ones, left)):
+            for one in cast("list[socket.socket]", wait(open_ones, _part_of(deadline))):
                 if one in listeners:
                     try:
                         open_ones.append(one.accept()[0])
