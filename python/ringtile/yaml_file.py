@@ -12,6 +12,8 @@ import yaml
 from ringtile.errors import ConfigError
 
 MAX_BYTES = 2**20
+MAX_MERGED = 10_000  # keys that `<<` may copy in a file
+MAX_DIGITS = 100  # of a number: YAML 1.1 reads 1:1:1:1 in a time that grows with their square
 # YAML 1.1, which PyYAML reads, takes 1e-3 for text, 010 for 8, 1:30 for 90 and 2026-01-01 for a date.
 _PATTERNS = {"timestamp": "(?!)", "int": "[-+]?(0|[1-9][0-9_]*)|0x[0-9a-fA-F]+"}
 _PATTERNS["float"] = r"[-+]?((0|[1-9]\d*)(\.\d*|(?=[eE]))|\.\d+)([eE][-+]?\d+)?|[-+]?\.(?i:inf|nan)"
@@ -23,11 +25,34 @@ class _Loader(yaml.SafeLoader):
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()  # the tags are tag:yaml.org,2002:int ...
     }
 
+    num_merged = 0
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
+            raise yaml.YAMLError(f"line {node.start_mark.line + 1}: a number of more than {MAX_DIGITS} digits")
+        return super().construct_scalar(node)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise yaml.YAMLError(f"line {node.start_mark.line + 1}: the key {twice[0]!r} is given twice")
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in names:
+                    raise yaml.YAMLError(f"line {node.start_mark.line + 1}: the key {key.value!r} is given twice")
+                names.add(key.value)
         return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Replace `<<` by the keys of its mappings. Mappings of mappings may double in size with each."""
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    if isinstance(each, yaml.MappingNode):
+                        self.flatten_mapping(each)
+                        self.num_merged += max(1, len(each.value))
+                        if self.num_merged > MAX_MERGED:
+                            line = node.start_mark.line + 1
+                            raise yaml.YAMLError(f"line {line}: `<<` copies more than {MAX_MERGED} keys")
+        super().flatten_mapping(node)
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:

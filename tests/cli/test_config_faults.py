@@ -10,14 +10,20 @@ from typing import Any
 import datasets
 import pytest
 import ringtile
+import yaml
 from ringtile.cli import MAX_LINE, main
 from ringtile.cli.output import check_output, write_json, write_output
 from ringtile.cli.recipe import Recipe
 from ringtile.errors import ConfigError, needs_extra
-from ringtile.yaml_file import read_yaml
+from ringtile.yaml_file import _Loader, read_yaml
 from test_cli_train import MODEL, TRAINING, write_config
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+# 40 mappings, each with the one before nine times; and one of 3000 keys 3000 times.
+MERGED_TWICE = b"a0: &a0 {x: 1}\n" + b"".join(
+    b"a%d: &a%d {<<: [" % (i, i) + b", ".join([b"*a%d" % (i - 1)] * 9) + b"]}\n" for i in range(1, 40)
+)
+MANY_ALIASES = b"a: &a {" + b"".join(b"k%d: 1, " % i for i in range(3000)) + b"}\nb: {<<: [" + b"*a, " * 3000 + b"]}"
 REFUSED_ODD = ("alias bomb", "deep", "deep lists", "deep flow", "two documents", "large", "recursive")
 
 
@@ -43,6 +49,11 @@ def _own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (b"a: caf\xe9", "; expected a readable YAML file"),
         (b"{[1]: 2}", "unhashable key"),
         (b"- 1", "holds list; expected a mapping"),
+        (b"a: " + b"1" * 101, "line 1: a number of more than 100 digits"),
+        (b"a: !!int " + b":".join([b"1"] * 200_000), "line 1: a number of more than 100 digits"),
+        (MERGED_TWICE, "`<<` copies more than 10000 keys"),
+        (MANY_ALIASES, "line 2: `<<` copies more than 10000 keys"),
+        (b"a: &a {<<: *a, b: 1}", "recursion"),
     ],
 )
 def test_yaml_that_is_no_configuration_is_refused(tmp_path: pathlib.Path, content: bytes, message: str) -> None:
@@ -50,6 +61,23 @@ def test_yaml_that_is_no_configuration_is_refused(tmp_path: pathlib.Path, conten
     with pytest.raises(ConfigError, match=message) as refused:
         read_yaml(tmp_path / "a.yaml")
     assert "\n" not in str(refused.value)
+
+
+def test_the_keys_of_a_mapping_are_compared_once_each(tmp_path: pathlib.Path) -> None:
+    """A count of each in the list of all takes as many comparisons as keys squared: 16 s at 10,000."""
+
+    class Name(str):
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return super().__eq__(other)
+
+        __hash__ = str.__hash__
+
+    compared, mapping = 0, yaml.MappingNode("tag:yaml.org,2002:map", [])
+    mapping.value = [(yaml.ScalarNode("tag:yaml.org,2002:str", Name(i)), mapping) for i in range(1000)]
+    _Loader("").construct_mapping(mapping)
+    assert compared < 5000
 
 
 def test_yaml_is_read_as_its_writer_means_it(tmp_path: pathlib.Path) -> None:
