@@ -15,6 +15,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,6 +126,20 @@ def why_no_amx() -> str:
         "not built: this CPU has AMX, but the compiler that built ringtile has not; build it with GCC >= 11 or "
         "Clang >= 12"
     )
+
+
+@functools.cache
+def why_amx_is_refused() -> str:
+    """Return why Linux does not let this process use the CPU's tiles of bfloat16; "" if it does, or there are none."""
+    asks = "amx_bf16" in ISA_NAMES and not os.environ.get("RINGTILE_CPU_ISA") and torch.cpu._is_amx_tile_supported()
+    if not asks or cpu_isa() == "amx_bf16":
+        return ""
+    reason = (
+        "refused: this CPU has AMX, but Linux gives this process no room for its tiles: the thread that asked has an "
+        "alternate signal stack that is too small for them (sigaltstack; 16 KiB will do), or Linux is older than 5.16"
+    )
+    logging.getLogger(__name__).warning("ringtile's CPU kernels run as %s: AMX is %s", cpu_isa(), reason)
+    return reason
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

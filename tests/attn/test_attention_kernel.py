@@ -6,6 +6,7 @@ Shape letters: B batch, S global tokens, N local tokens, K keys, H query heads.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -174,6 +175,31 @@ def test_a_build_without_amx_is_named_where_the_cpu_has_it(monkeypatch: pytest.M
         assert bool(why()) == said
     monkeypatch.setattr(ops, "why_no_amx", lambda: "not built")
     assert doctor.kernels()["amx"] == "not built; attention_kernel auto takes aten's in bfloat16"
+
+
+def test_tiles_that_linux_refuses_are_named_once(
+    fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where the thread that asks has an alternate signal stack of 8 KiB. The kernel stays ringtile's."""
+    why = functools.cache(ops.why_amx_is_refused.__wrapped__)
+    monkeypatch.setattr(ops, "why_amx_is_refused", why)
+    monkeypatch.setattr(ops, "ISA_NAMES", ("generic", "avx2", "avx512", "avx512_bf16", "amx_bf16"))
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setattr(ops, "why_no_amx", lambda: "")
+    monkeypatch.delenv("RINGTILE_CPU_ISA", raising=False)
+    monkeypatch.setattr(ops, "cpu_isa", lambda: "amx_bf16")
+    assert not why()
+    why.cache_clear()
+    monkeypatch.setattr(ops, "cpu_isa", lambda: "avx512_bf16")
+    for _ in range(2):
+        run_ring(problem(v_head_dim=16, dtype=torch.bfloat16), MASKS["causal"], Layout.contiguous(48, 1), "auto")
+    assert [each.message for each in caplog.records if "AMX" in each.message] == [
+        f"ringtile's CPU kernels run as avx512_bf16: AMX is {why()}"
+    ]
+    assert doctor.kernels()["amx"] == why()
+    why.cache_clear()
+    monkeypatch.setenv("RINGTILE_CPU_ISA", "avx512")  # asked for
+    assert not why()
 
 
 # ---- a kernel that is not what it was taken for -------------------------------------------------

@@ -144,7 +144,10 @@ def why_slow(block: Block, *, backward: bool) -> str:
     """
     q, head_dim = block.q, max(block.q.size(3), block.v.size(3))
     if not q.is_cuda:
-        return ops.why_no_amx() if q.dtype == torch.bfloat16 else ""
+        if q.dtype != torch.bfloat16:
+            return ""
+        ops.why_amx_is_refused()  # to log it; torch's kernels have no tiles then either
+        return ops.why_no_amx()
     if ops.why_no_kernels(q.device):  # in use there
         return ""
     if block.dropout is not None:

@@ -84,6 +84,8 @@ def kernels() -> dict[str, Any]:
         found["isa"] = found["best_isa"] = ops.cpu_isa()
         if reason := ops.why_no_amx():
             found["amx"] = f"{reason}; attention_kernel auto takes aten's in bfloat16"
+        elif reason := ops.why_amx_is_refused():
+            found["amx"] = reason
     except BuildError as error:
         found["error"] = str(error)
     if environment.reported()["RINGTILE_CPU_ISA"] is not None:  # a process chooses once, so another process is asked
