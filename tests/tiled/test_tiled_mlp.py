@@ -1,6 +1,9 @@
 """The tiled MLP against the untiled module in float64, with a test for each known bug of other tiled MLPs."""
 
+import gc
+import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -433,3 +436,58 @@ def test_module_that_cannot_be_tiled_is_refused(module, words) -> None:
 def test_the_glu_kernels_refuse_the_same_modules() -> None:
     with pytest.raises(RefusedError, match="not a parameter"):
         tiled_mlp(with_part(view=torch.zeros(3, requires_grad=True)), inputs(4, dtype=torch.float32)[0])
+
+
+# ---- proven once -------------------------------------------------------------------------------
+
+
+class ExpertModules(nn.Module):
+    """A mixture whose experts are modules of their own."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.SiLU()) for _ in range(num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.experts[0](x) * self.experts[1](x)
+
+
+def test_a_module_is_proven_once_and_again_where_it_changes() -> None:
+    """Of many parts, each call looks at each once, in C: the Python calls do not grow with their number."""
+    x = torch.randn(1, 6, 4)
+
+    def num_calls(module: nn.Module) -> int:
+        calls = 0
+
+        def count(frame, event, argument) -> None:
+            nonlocal calls
+            calls += event == "call" and "/ringtile/tiled/" in frame.f_code.co_filename
+
+        tiled_mlp(module, x, 4)
+        sys.setprofile(count)
+        tiled_mlp(module, x, 4)
+        sys.setprofile(None)
+        return calls
+
+    few, many = ExpertModules(50), ExpertModules(200)
+    assert num_calls(few) == num_calls(many)
+
+    # Another weight, by an optimizer or an engine that replaces them: its gradient is the untiled module's.
+    many.experts[0][0].weight = nn.Parameter(torch.randn(4, 4))
+    tiled_mlp(many, x, 4).sum().backward()
+    expected = torch.autograd.grad(many(x).sum(), many.experts[0][0].weight)[0]
+    torch.testing.assert_close(many.experts[0][0].weight.grad, expected)
+
+    # What mixes tokens, or is sharded on its own, is refused after a first call too.
+    many.experts[1][1].ds_id = 3
+    with pytest.raises(RefusedError, match=r"experts\.1\.1 is sharded by ZeRO-3"):
+        tiled_mlp(many, x, 4)
+    del many.experts[1][1].ds_id
+    tiled_mlp(many, x, 4)
+    many.experts[1][1] = nn.BatchNorm1d(4)
+    with pytest.raises(RefusedError, match=r"experts\.1\.1 is a BatchNorm1d, which mixes tokens"):
+        tiled_mlp(many, x, 4)
+    alive = weakref.ref(many)
+    del many
+    gc.collect()
+    assert alive() is None

@@ -11,7 +11,9 @@ Shape letters: B batch, N tokens, T = B*N tokens flattened, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from ringtile.errors import InputError, RefusedError
 from ringtile.tiled.glu import GluTiles, find_glu
 from ringtile.tiled.replay import Again, Output, RandomState, Replay, Work, as_tuple, run
 from ringtile.tiled.tiles import check_tile_tokens, on_tile, tiles
+
+_MAX_GLU_PARTS = 48  # of a module that is traced as a GLU: three projections with adapters have 35
 
 
 def tiled_mlp(module: nn.Module, x: Tensor, tile_tokens: int = 16384, use_original_mlp: bool = False) -> Output:
@@ -56,9 +60,14 @@ def run_tiles(
         raise InputError("x is on meta; expected a real device: the tiled MLP has no shapes without numbers")
     if x.dim() < 2 or not x.is_floating_point():
         raise InputError(f"x is {x.dtype} of shape {tuple(x.shape)}, expected floating point (..., tokens, hidden)")
-    check_parts(module)
-    glu = None if use_original_mlp else find_glu(module, forward)
-    work: Work = ModuleTiles(module, forward, x, tile_tokens) if glu is None else GluTiles(glu, x, tile_tokens)
+    if (proof := _proofs.get(module)) is None or not proof.holds():
+        proof = _proofs[module] = _Proof(module)
+    glu = None if use_original_mlp or proof.num_parts > _MAX_GLU_PARTS else find_glu(module, forward)
+    work: Work = (
+        GluTiles(glu, x, tile_tokens)
+        if glu is not None
+        else ModuleTiles(module, forward, x, tile_tokens, proof.parameters())
+    )
     _check_memory(x, work)
     return run("the tiled MLP", work, x)
 
@@ -75,8 +84,15 @@ def _check_memory(x: Tensor, work: Work) -> None:
 class ModuleTiles:
     """Any module, tile by tile; the backward reruns the module's forward with the same random numbers."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], x: Tensor, tile_tokens: int) -> None:
-        self.replay, self.tile_tokens = Replay(module, forward, x), tile_tokens
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        x: Tensor,
+        tile_tokens: int,
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        self.replay, self.tile_tokens = Replay(module, forward, x, parameters), tile_tokens
         self.weights: tuple[Tensor | None, ...] = self.replay.weights
         self.random_state = RandomState(x)
 
@@ -127,6 +143,39 @@ class ModuleTiles:
         for dx_tile in again.differentiate(rows, of_rows, [] if dx is None else [x_tile]):
             if dx is not None and dx_tile is not None:
                 dx[tile] = dx_tile.view_as(dx[tile])
+
+
+class _Proof:
+    """That a module may run in tiles, and its parameters: found once, as long as its parts and parameters stay.
+
+    Keeps none of them alive.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        check_parts(module)
+        parts, named = list(module.modules()), dict(module.named_parameters())
+        self.num_parts = len(parts)
+        self._parts, self._named = [weakref.ref(x) for x in parts], [(n, weakref.ref(x)) for n, x in named.items()]
+        self._stamp = _stamp(parts)
+
+    def holds(self) -> bool:
+        """Return whether parts and parameters are the same objects, of the same classes, with as many attributes."""
+        parts = [part for ref in self._parts if (part := ref()) is not None]
+        alive = len(parts) == len(self._parts) and len(self.parameters()) == len(self._named)
+        return alive and _stamp(parts) == self._stamp
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, ref in self._named if (parameter := ref()) is not None}
+
+
+_proofs: weakref.WeakKeyDictionary[nn.Module, _Proof] = weakref.WeakKeyDictionary()
+
+
+def _stamp(parts: Sequence[nn.Module]) -> list[object]:
+    """Return what an engine, an adapter or a user that changes a module changes: cheap, for hundreds of parts."""
+    held = [vars(part) for part in parts]
+    inside = [(x["_modules"].values(), x["_parameters"].values()) for x in held]
+    return [*map(type, parts), *map(len, held), *map(id, chain.from_iterable(chain.from_iterable(inside)))]
 
 
 _SHARDED = {"FSDPModule": "FSDP2", "FullyShardedDataParallel": "FSDP1"}  # by name, to avoid the imports

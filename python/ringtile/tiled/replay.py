@@ -13,7 +13,7 @@ hooks, DDP and FSDP see an ordinary parameter. There are two nodes because a non
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -107,11 +107,21 @@ class RandomState:
 
 
 class Replay:
-    """A module, and what must be as it was when it runs again: its forward, autocast, and which weights are trained."""
+    """A module, and what must be as it was when it runs again: its forward, autocast, and which weights are trained.
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any], x: Tensor) -> None:
+    parameters: module's by name, if the caller knows them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        x: Tensor,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
         self.call = _Call(module, forward)
-        parameters = {name: p for name, p in self.call.named_parameters() if p.requires_grad}
+        named = module.named_parameters() if parameters is None else parameters.items()
+        parameters = {f"module.{name}": p for name, p in named if p.requires_grad}
         self.names = tuple(parameters)
         self.weights: tuple[Tensor, ...] = tuple(parameters.values())
         device_type = x.device.type
