@@ -6,6 +6,7 @@ a token. A rank sends those, and a rank that receives them makes the keys and va
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from ringtile import arguments
 from ringtile.errors import InputError
 from ringtile.tiled.replay import Again, Replay
 from ringtile.tiled.weight_grad import round_grad_sums
+
+tried: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have expanded latents
 
 
 class Latents:
@@ -39,6 +42,7 @@ class Latents:
         self.v_head_dim = arguments.check_int("v_head_dim", v_head_dim)
         for name, parameter in module.named_parameters():
             arguments.check_storage(name, parameter)
+        self.module = module
         self._replay = Replay(module, forward or type(module).forward, next(module.parameters()))
         self.weights = self._replay.weights
 

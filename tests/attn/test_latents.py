@@ -22,6 +22,7 @@ from ringtile import (
     Layout,
     LoopbackWorld,
     RingMismatchError,
+    RingtileError,
     ShardedSequence,
     plan_attention,
     ring_attention,
@@ -289,3 +290,38 @@ def test_ranks_that_disagree_on_what_travels_are_named() -> None:
 def test_what_makes_no_latents_is_refused(arguments: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         Latents(*arguments)
+
+
+def test_an_expand_that_raises_or_makes_other_shapes_leaves_the_group_usable() -> None:
+    """It is tried on a token before any key is sent: every rank hears of it, and goes on."""
+    mask, layout = IntervalMask.causal(32), Layout.zigzag(32, 2)
+
+    class Bad(nn.Module):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.weight, self.kind = nn.Parameter(torch.ones(4, 8)), kind
+
+        def forward(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            if self.kind == "raises":
+                raise ValueError("of the user's module")
+            width = 7 if self.kind == "other shapes" else 8
+            keys = (k @ self.weight)[..., :width].expand(-1, -1, 2, -1)
+            return keys, keys
+
+    def on_rank(group: LoopbackGroup) -> list[str]:
+        sequence, said = ShardedSequence(mask, layout, group), []
+        q, latent = torch.randn(1, 16, 2, 8), torch.randn(1, 16, 1, 4)
+        for kind in ("raises", "other shapes", "good"):
+            expand = Latents(Bad(kind if group.transport.rank == 1 else "good"), 2, 8)
+            try:
+                ring_attention(q, latent, latent, sequence, expand=expand)
+                said.append("right")
+            except (ValueError, RingtileError) as error:
+                said.append(str(error))
+        return said
+
+    first, second = LoopbackWorld(2, timeout_seconds=30).run(on_rank)
+    assert second == ["of the user's module", "k has head dim 7 but q has 8; expected the same head dim", "right"]
+    assert "rank 1 has ring_attention forward, refused: of the user's module;" in first[0]
+    assert "rank 1 has ring_attention forward, refused: k has head dim 7 but q has 8;" in first[1]
+    assert first[2] == "right"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
-from ringtile.latents import ExpandAgain, Latents
+from ringtile.latents import ExpandAgain, Latents, tried
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.sharded import ShardedSequence
 
@@ -119,6 +119,10 @@ class AttentionCall(NamedTuple):
         if self.expand is None or (
             self.shape.latent_dim and self.sequence.world_size > 1 and self.sequence.ring.heads is None
         ):
+            if self.expand is not None and self.expand.module not in tried:  # before any key is sent
+                with torch.no_grad():
+                    self.keys_of(q[:, :1], k[:, :1], v[:, :1], self.expand)
+                tried.add(self.expand.module)
             return self, k, v
         keys = self.keys_of(q, k, v, self.expand)
         return self._replace(shape=self.shape._replace(latent_dim=0), expand=None), *keys
