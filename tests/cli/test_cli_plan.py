@@ -23,6 +23,15 @@ def plan_json(tmp_path: pathlib.Path, *options: str) -> dict[str, object]:
     return report
 
 
+@pytest.mark.parametrize("name", ["plan.foo", "plan"])
+def test_a_picture_of_no_format_is_refused_before_the_work(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main([*SMALL, "--plot", str(tmp_path / name)]) == 2
+    assert f"{name} names no picture; expected a path that ends in ." in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_command_line_is_what_users_script_against() -> None:
     """A changed or dropped option breaks scripts: change this test only on purpose."""
     options = {}

@@ -155,6 +155,8 @@ def refusal(path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> str:
         ("training.max_steps", True, "training.max_steps is True; expected: Input should be a valid integer"),
         ("training.save_strategy", False, "training.save_strategy is False; expected: .*without quotes"),
         ("training.lr_scheduler_type", "kosine", "training: kosine is not a valid SchedulerType, please select"),
+        ("training.seed", 2**40, r"training.seed: Seed must be between 0 and 2\*\*32 - 1"),
+        ("training.lr_scheduler_kwargs", {"lambada": 1}, "training.lr_scheduler_kwargs: TypeError: .*'lambada'"),
         ("training.eval_strategy", "steps", "training: You have set .*but you didn't pass an `eval_dataset`"),
     ],
 )

@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> Outcome:
     layout = Layout.of_mask(args.layout, mask, args.world_size)
     if args.plot:
         check_output(args.plot, "--plot")
+        importlib.import_module("ringtile.cli.plan_plot").check_format(args.plot)
     layers = [parse_layer(text) for text in args.recurrent]
     hosts = plan_model.hosts_of(args, args.world_size)
     rates = None if args.rates is None else parse_rates(args.rates)

@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> Outcome:
         raise ConfigError("--load-in-4bit freezes the weights; expected --lora-rank too, of the adapters that train")
     if args.plot:
         check_output(args.plot, "--plot")
+        importlib.import_module("ringtile.cli.plan_plot").check_format(args.plot)
     if args.run is not None:
         setup, seq_len = plan_run.setup_of(args)
         name, memory_text = str(args.run), args.memory or plan_run.MEMORY_OF_A_RUN

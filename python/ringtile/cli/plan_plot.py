@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from ringtile.errors import ConfigError
 from ringtile.planner.layer import Plan
+
+
+def check_format(path: pathlib.Path) -> None:
+    """ConfigError: matplotlib writes no pictures of the format that the path's suffix names."""
+    formats = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ConfigError(f"--plot: {path} names no picture; expected a path that ends in .{', .'.join(formats)}")
 
 
 def plot_plan(path: pathlib.Path, plan: Plan, sent: Tensor) -> None:

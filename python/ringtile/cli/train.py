@@ -19,7 +19,7 @@ from typing import Any
 import datasets  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, get_scheduler, set_seed
 
 import ringtile
 from ringtile.cli import Outcome
@@ -78,8 +78,12 @@ def train(recipe: Recipe) -> dict[str, Any]:
         for key in ("files", "eval_files"):
             if getattr(recipe.data, key):
                 rows[key] = read_rows(recipe, encoder, key)
-    set_seed(args.seed)
+    with refusing("training.seed"):
+        set_seed(args.seed)
     model = make_model(recipe, encoder)
+    with refusing("training.lr_scheduler_kwargs"):  # the Trainer finds out when it trains
+        optimizer, steps = torch.optim.SGD([torch.zeros(1)]), (args.get_warmup_steps(1), 1)
+        get_scheduler(args.lr_scheduler_type, optimizer, *steps, args.lr_scheduler_kwargs)  # type: ignore[no-untyped-call]
     with refusing("training"):
         trainer = Trainer(model, args, make_collator(encoder.end), rows["files"], rows.get("eval_files"))
     if args.fsdp and not trainer.is_fsdp_enabled:

@@ -27,7 +27,7 @@ from ringtile.cli.output import table
 from ringtile.cli.proofs import LIMITS, first_difference, max_rel_diff, prove_ops
 from ringtile.cli.recipe import Recipe, check_same, make_arguments
 from ringtile.cli.train import make_model, read_rows, train, train_alone
-from ringtile.errors import ConfigError
+from ringtile.errors import ConfigError, refusing
 from ringtile.hf.batch import active_batch
 from ringtile.hf.features.stream import find_layers
 from ringtile.hf.group import ContextParallelGroup
@@ -114,7 +114,8 @@ def tensors_of_forward(
     recipe: Recipe, encoder: Encoder, arguments: Any, rows: list[Any], size: int
 ) -> dict[str, Tensor]:
     """Of a batch of rows on `size` ranks, without an engine: the output (B, S, E) of each layer, and the loss ()."""
-    set_seed(arguments.seed)
+    with refusing("training.seed"):
+        set_seed(arguments.seed)
     model, collate, found = make_model(recipe, encoder), make_collator(encoder.end), dict[str, Tensor]()
 
     def record(name: str, output: Any) -> None:
