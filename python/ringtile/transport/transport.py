@@ -168,7 +168,8 @@ class Transport(abc.ABC):
                 raise self._failure
             if self._failure is not None:
                 raise PeerLostError(
-                    f"{op} on a group that failed before ({self._failure}); destroy the process group and start anew"
+                    f"{op} on a group that failed before ({with_kind(self._failure)}); destroy the process group and "
+                    f"start anew"
                 ) from self._failure
             self.num_calls += 1
             self._op = op
