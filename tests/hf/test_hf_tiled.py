@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 from types import MethodType
 
 import pytest
@@ -197,6 +198,43 @@ def test_tiling_twice_and_strange_forwards_are_refused() -> None:
         tile_mlps(model)
     with pytest.raises(InputError, match="num_shards is 0"):
         tile_mlps(tiny_model(), num_shards=0)
+
+
+def test_another_trainer_takes_over_a_model_that_was_tiled() -> None:
+    """As a cell of a notebook that is run again after Ctrl-C: it makes a Trainer of the same model, and enables it."""
+    model = double_model()
+    plain, layer = loss_and_gradients(model), model.model.layers[0]
+    first = make_trainer(model=model)
+    ringtile.enable(first, TILED)
+    second = make_trainer(model=model)
+    ringtile.enable(second, TILED)
+    assert layer.mlp.forward.__func__.tile_tokens == 7
+    assert_same(loss_and_gradients(model), plain)
+    with pytest.raises(InputError, match=r"enable was called for the model of this Trainer on another one"):
+        first.train()
+    ringtile.enable(first, TILED)  # and back
+    with pytest.raises(InputError, match="on another one"):
+        second.evaluate()
+    del first, second
+    gc.collect()
+    ringtile.restore(model)
+    assert "forward" not in vars(layer.mlp)
+    assert not [name for part in model.modules() for name in vars(part) if "ringtile" in name]
+    assert_same(loss_and_gradients(model), plain)
+
+
+def test_a_model_is_saved_whole_while_it_is_tiled(tmp_path) -> None:
+    """torch.save stores it as it was: with its own forwards, and nothing of ringtile."""
+    model = double_model()
+    plain = loss_and_gradients(model)
+    trainer = make_trainer(model=model)
+    ringtile.enable(trainer, TILED | {"tiled_norm": True})
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert b"ringtile.hf" not in (tmp_path / "model.pt").read_bytes()
+    assert_same(loss_and_gradients(loaded), plain)
+    assert loaded.model.layers[0].mlp.forward.__func__ is type(model.model.layers[0].mlp).forward
+    ringtile.restore(trainer)
 
 
 # ---- the loss -----------------------------------------------------------------------------------

@@ -21,6 +21,16 @@ class TiledForward:
     name: str
     own_forward: Callable[..., Any]
 
+    @property
+    def __name__(self) -> str:
+        """By which pickle finds a method of a module: torch.save(model) stores the module's own forward."""
+        return "forward"
+
+
+def is_tiled(module: nn.Module) -> bool:
+    """Return whether tiles have replaced the module's forward."""
+    return isinstance(getattr(vars(module).get("forward"), "__func__", None), TiledForward)
+
 
 def own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
     """The module's forward as a function of (module, x). RefusedError: it was replaced."""
@@ -29,7 +39,7 @@ def own_forward(name: str, module: nn.Module) -> Callable[..., Any]:
         return type(module).forward
     if not isinstance(forward, MethodType) or forward.__self__ is not module:
         raise RefusedError(f"tiles: the forward of {name} was replaced by {shown(forward)}; expected its own method")
-    if isinstance(forward.__func__, TiledForward):
+    if is_tiled(module):
         raise RefusedError(f"{name} is tiled already; restore() it first")
     return forward.__func__
 

@@ -6,9 +6,11 @@ import functools
 import inspect
 import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from torch import nn
 from transformers import Trainer
 
 from ringtile.config import Config
@@ -26,6 +28,7 @@ from ringtile.hf.loss import ShardedLoss
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.loss_on_shards import LossOnShards
 from ringtile.hf.patches import Patches
+from ringtile.hf.tiled_forward import is_tiled
 from ringtile.transport.groups import transport_of
 
 logger = logging.getLogger("ringtile")
@@ -37,13 +40,19 @@ class _Session(NamedTuple):
     config: Config
     patches: Patches
     first_batch: FirstBatch | None  # None: nothing is sharded, or it is not to be checked
+    trainer: weakref.ref[Trainer]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what stands for it where a model that holds it is pickled: None."""
+        return type(None), ()
 
 
 # Whether a sequence is sharded or not.
 FEATURES = tuple(each.FEATURE for each in (stream, mlp, norm, loss, offload, trees))
 _VARIABLE = "RINGTILE_CONFIG"
 _USES = ("train", "evaluate", "predict")  # methods that an enabled Trainer runs otherwise
-_SESSION = "_ringtile_session"  # the attribute of an enabled Trainer that holds its _Session
+_SESSION = "_ringtile_session"  # the attribute of an enabled Trainer, and of its model, that holds its _Session
+_ENDED = "_ringtile_ended"  # of a Trainer whose model another one has taken over: the Patches that make it refuse
 
 
 def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathLike[str]) -> Patches:
@@ -72,6 +81,8 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
         return enabled.patches
     if not config.asks and not any(isinstance(each, MetricsCallback) for each in trainer.callback_handler.callbacks):
         return Patches()
+    if (ended := vars(trainer).pop(_ENDED, None)) is not None:
+        ended.restore()
     patches = Patches.of(lambda patches: _install(trainer, config, patches))
     if trainer.args.process_index == 0:
         logger.info(_summary(trainer, config))
@@ -85,11 +96,35 @@ def first_batch_of(trainer: Trainer) -> Comparison | None:
     return None if session is None or session.first_batch is None else session.first_batch.comparison
 
 
-def restore(trainer: Trainer) -> None:
-    """Put back every object that `enable` replaced. Do nothing on a Trainer that is not enabled."""
+def restore(trainer: Trainer | nn.Module) -> None:
+    """Put back every object that `enable` replaced. Do nothing on a Trainer that is not enabled.
+
+    trainer: or its model, where the Trainer is gone, as after a cell of a notebook that was interrupted.
+    """
     session: _Session | None = vars(trainer).get(_SESSION)
     if session is not None:
         session.patches.restore()
+
+
+def _end_other_session(base: nn.Module) -> None:
+    """Undo what another Trainer tiled in this model, which can be tiled once; that Trainer refuses to go on."""
+    session: _Session | None = vars(base).get(_SESSION)
+    if session is None or not any(map(is_tiled, base.modules())):
+        return
+    session.patches.restore()
+    logger.warning("the model was tiled for another Trainer, which ringtile.enable has restored; this one takes over")
+
+    def refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise InputError(
+            "ringtile.enable was called for the model of this Trainer on another one, which ended this one's; call it "
+            "on this Trainer again"
+        )
+
+    if (ended := session.trainer()) is not None:
+        patches = Patches()
+        for name in _USES:
+            patches.wrap(ended, name, refuse)
+        setattr(ended, _ENDED, patches)
 
 
 def enable_every_trainer() -> Patches:
@@ -139,6 +174,8 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
         _show_log(patches)
     base = model.base_model(trainer.model)
     assert trainer.model is not None  # base_model has refused it otherwise
+    if config.tiled_mlp or config.tiled_norm or config.stream:
+        _end_other_session(base)
     run = Enabled(trainer, trainer.model, base, config)
     features = [each for each in FEATURES if getattr(config, each.key)]
     for feature in features:
@@ -151,7 +188,11 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
         sharded = _shard(run, patches)
         group, first_batch = sharded.group, sharded.proof
     _attach_callbacks(trainer, config, group, patches, lambda: first_batch.seconds if first_batch else 0.0)
-    patches.set(trainer, _SESSION, _Session(config, patches, first_batch))
+    session = _Session(config, patches, first_batch, weakref.ref(trainer))
+    patches.set(trainer, _SESSION, session)
+    for each in {base, trainer.model}:
+        vars(each)[_SESSION] = session
+        patches.on_restore(functools.partial(vars(each).pop, _SESSION, None))
 
 
 def _shard(run: Enabled, patches: Patches) -> ShardedLoss:
