@@ -19,6 +19,7 @@ logger = logging.getLogger("ringtile")
 
 MAX_KEY = 80  # characters of an unknown key that an error shows
 MAX_NAMED = 20  # names that an error lists
+MAX_PROBLEMS = 5  # keys that an error explains: a file of another program has thousands
 # The keys that may stand in a mapping `context_parallel`, without the prefix.
 NESTED = {"size": "context_parallel_size", "scheme": "context_parallel_scheme", "layout": "layout"}
 NESTED |= {name: name for name in ("ulysses_size", "ring_size")}
@@ -85,7 +86,10 @@ class Section(BaseModel):
             first = {
                 each["loc"][:1]: each for each in reversed(error.errors())
             }  # a union has one for each of its types
-            raise ConfigError("; ".join(_explain(one, type(self)) for one in reversed(first.values()))) from None
+            problems = list(first.values())[::-1]
+            said = [_explain(one, type(self)) for one in problems[:MAX_PROBLEMS]]
+            said += [f"and {len(problems) - MAX_PROBLEMS} more such keys"] * (len(problems) > MAX_PROBLEMS)
+            raise ConfigError("; ".join(said)) from None
 
 
 class Config(Section):
