@@ -159,7 +159,9 @@ def install_tiled_loss(model: PreTrainedModel, config: Config, patches: Patches)
             f"tiled_loss: the output projection of {name} is {other}, expected a plain torch.nn.Linear; "
             "remove it from the adapter's target_modules and modules_to_save"
         )
-    patches.set(head, "forward", MethodType(functools.partial(_head_forward, in_parts=in_parts), head))
+    forward = functools.partial(_head_forward, in_parts=in_parts)
+    forward.__name__ = "forward"  # type: ignore[attr-defined]  # as TiledForward's
+    patches.set(head, "forward", MethodType(forward, head))
     patches.set(model, "_loss_function", functools.partial(tiled_causal_lm_loss, config))
 
 
