@@ -3,23 +3,30 @@ accelerate's ParallelismConfig says of groups."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
+import ringtile
 from ringtile.checksum import checksum
 from ringtile.derivatives import gradients
-from ringtile.errors import ConfigError, InputError, RingMismatchError
+from ringtile.errors import ConfigError, InputError, PeerLostError, RingMismatchError, with_kind
 from ringtile.hf.masks import read
 from ringtile.peak_memory import memory_bytes
+from ringtile.transport.agreement import PeerGoneError
 from ringtile.transport.groups import backend_name, transport_of
+from ringtile.transport.sockets import LONGEST_SECONDS, Meeting, own_connection
 
 if TYPE_CHECKING:
     from ringtile.hf.written import Written
@@ -35,6 +42,56 @@ def accelerate_knows_groups(accelerator: Accelerator) -> bool:
     """Whether accelerate already gives the ranks of a group the same batches, and counts each batch once."""
     parallelism = accelerator.parallelism_config
     return parallelism is not None and bool(parallelism.cp_enabled)
+
+
+_num_meetings = 0  # of all ranks
+
+
+def meet_world(timeout_seconds: float, failure: Exception | None = None) -> None:
+    """Wait until all ranks of the world come to `ringtile.enable`, at most so long.
+
+    failure: why this rank goes no further, which the others hear; then it does not wait.
+    Raises RingMismatchError where ranks have other versions or are of two runs, and PeerLostError.
+    """
+    global _num_meetings
+    _num_meetings += 1
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mine = {each.__name__: str(each.__version__) for each in (ringtile, torch, transformers)}
+    mine["TORCHELASTIC_RUN_ID"] = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    seconds = min(timeout_seconds, LONGEST_SECONDS)
+    reason = None if failure is None else PeerGoneError(rank, with_kind(failure))
+    try:
+        meeting = Meeting(own_connection(_get_default_store()), rank, world_size, seconds, reason, **mine)
+    except PeerGoneError as gone:
+        if failure is not None:
+            return
+        error = PeerLostError(
+            f"rank {gone.peer} was lost in ringtile.enable of rank {rank}: {gone.reason}; see rank {gone.peer}'s log "
+            f"for the cause"
+        )
+        error.rank = gone.peer
+        raise error from None
+    for peer, theirs in enumerate(meeting.facts):
+        for name, value in mine.items():
+            if theirs[name] != value:
+                with contextlib.suppress(PeerGoneError):
+                    meeting.say()  # once all have read this: the rank that serves the store may end now
+                raise RingMismatchError(
+                    f"ranks disagree on {name}: rank {rank} has {value!r}, rank {peer} has {theirs[name]!r}; expected "
+                    f"the same packages on every host, and one run for each MASTER_ADDR and MASTER_PORT"
+                )
+
+
+@contextlib.contextmanager
+def failures_told(timeout_seconds: float) -> Iterator[None]:
+    """Tell the other ranks of an error in the body, unless it comes after they have met: they wait for this one."""
+    before = _num_meetings
+    try:
+        yield
+    except Exception as error:
+        if dist.is_initialized() and dist.get_world_size() > 1 and _num_meetings == before:
+            meet_world(timeout_seconds, error)
+        raise
 
 
 class ContextParallelGroup:
@@ -70,6 +127,7 @@ class ContextParallelGroup:
         self.memory_bytes = memory_bytes(device)  # the least of a device of this group
         if size == 1 or not dist.is_initialized():
             return
+        meet_world(timeout_seconds)
         timeout = datetime.timedelta(seconds=timeout_seconds)
         firsts = [first + i for first in range(0, world_size, self.copies) for i in range(tp_size)]
         for members in (range(first, first + self.copies, tp_size) for first in firsts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -22,7 +23,7 @@ from ringtile.hf.features import loss, mlp, norm, offload, stream, trees
 from ringtile.hf.features.callbacks import MetricsCallback
 from ringtile.hf.features.rollouts import LossOnRollouts, generates
 from ringtile.hf.first_batch import FirstBatch
-from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences
+from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences, failures_told
 from ringtile.hf.liger import apply_liger
 from ringtile.hf.loss import ShardedLoss
 from ringtile.hf.loss_on_sequences import LossOnSequences
@@ -70,7 +71,8 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
             f"config is a {type(config).__name__}; expected a ringtile.Config, a mapping of its keys, or the path of a "
             f"YAML file"
         )
-    config = _with_size(Config.load(config), trainer)
+    with failures_told(trainer.args.ddp_timeout):
+        config = _with_size(Config.load(config), trainer)
     enabled: _Session | None = vars(trainer).get(_SESSION)
     if enabled is not None:
         if enabled.config != config:
@@ -83,7 +85,9 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
         return Patches()
     if (ended := vars(trainer).pop(_ENDED, None)) is not None:
         ended.restore()
-    patches = Patches.of(lambda patches: _install(trainer, config, patches))
+    shares = config.context_parallel_size > 1
+    with failures_told(trainer.args.ddp_timeout) if shares else contextlib.nullcontext():
+        patches = Patches.of(lambda patches: _install(trainer, config, patches))
     if trainer.args.process_index == 0:
         logger.info(_summary(trainer, config))
         trainers.warn_of_untried()

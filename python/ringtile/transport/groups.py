@@ -149,12 +149,7 @@ class ProcessGroupTransport(Transport):
         device = torch.device("cpu") if "cpu" in self._carries else group._device_types[0]
         timeout: datetime.timedelta = group._get_backend(device).options._timeout
         seconds = min(timeout.total_seconds(), sockets.LONGEST_SECONDS)
-        joint: Any = _get_process_group_store(group)
-        with sockets.store_named():
-            joint.check(
-                ["ringtile"]
-            )  # fails at once where the host of the store is gone; a new connection waits for it
-            store = joint.clone()  # a connection of its own, on which others do not wait
+        store = sockets.own_connection(_get_process_group_store(group))
         meeting = Meeting(store, rank, world_size, seconds, shares=shared_memory.shares_memory())
         self.hosts, tree = meeting.hosts, tree_neighbors(rank, world_size)
         if "cpu" not in self._carries:

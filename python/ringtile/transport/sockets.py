@@ -207,16 +207,32 @@ def store_named() -> Iterator[None]:
         raise PeerGoneError(0, f"the store of the group has ended: {str(error).splitlines()[0]}") from None
 
 
+def own_connection(store: Any) -> Store:
+    """Return a connection to a store on which others do not wait. PeerGoneError, at once where the store is gone."""
+    with store_named():
+        store.check(["ringtile"])  # fails at once; a new connection would wait for the host of the store
+        connection: Store = store.clone()
+        return connection
+
+
 class Meeting:
     """The ranks of a group say things to each other in steps; each of them says something in every step.
 
     hosts: by rank its host, numbered by its first rank. store_host: a name or address of the host of the store; "" if
-    it is a file. fields: what a rank says of itself; `facts` has them by rank.
+    it is a file. fields: what a rank says of itself; `facts` has them by rank. failure: as of `say`.
     Raises PeerGoneError if a rank does not come within timeout_seconds, and RingMismatchError where one runs another
     version of ringtile.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, timeout_seconds: float, **fields: Any) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout_seconds: float,
+        failure: PeerGoneError | None = None,
+        **fields: Any,
+    ) -> None:
         self.rank, self.timeout_seconds = rank, timeout_seconds
         self.deadline = time.monotonic() + timeout_seconds
         with store_named():
@@ -224,7 +240,7 @@ class Meeting:
             self.store = PrefixStore(f"ringtile/{store.add(f'ringtile/{rank}', 1)}/", store)
         self._ranks = range(world_size)
         self._step = 0
-        self.facts = self.say(version=HEADER_VERSION, host=_host_id(), **fields)
+        self.facts = self.say(failure, version=HEADER_VERSION, host=_host_id(), **fields)
         mine = {"version": HEADER_VERSION, "call": 1, "op": "connecting"}
         for peer, fact in enumerate(self.facts):
             if fact["version"] != HEADER_VERSION:
