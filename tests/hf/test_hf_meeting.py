@@ -53,16 +53,24 @@ def test_errors_of_gloo_are_told_from_others(said, of_gloo):
     assert of_a_collective(error) == of_gloo
 
 
-class Evaluates(TrainerCallback):
-    """Asks for an evaluation after the first step, on rank 0 alone."""
+class AsksOnRank0(TrainerCallback):
+    """Sets a flag of the Trainer's, or evaluates itself, on the first rank alone."""
+
+    def __init__(self, what):
+        self.what, self.trainer = what, None
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_evaluate = dist.get_rank() == 0
+        if dist.get_rank() == 0:
+            if self.what == "evaluate()":
+                self.trainer.evaluate()
+            else:
+                setattr(control, self.what, True)
 
 
-def _other_steps():
-    """What each rank raises where rank 0 alone evaluates after a step."""
-    trainer = make_trainer(max_steps=2, trainer_arguments={"callbacks": [Evaluates()]})
+def _asked_on_one_rank(what):
+    """What each rank raises."""
+    asks = AsksOnRank0(what)
+    trainer = asks.trainer = make_trainer(max_steps=2, trainer_arguments={"callbacks": [asks]})
     enable(trainer, PROOF | {"context_parallel_size": 2})
     try:
         with pytest.raises(RingMismatchError) as raised:
@@ -72,10 +80,16 @@ def _other_steps():
     return str(raised.value)
 
 
-def test_ranks_that_come_to_other_steps_are_named():
-    first, second = run_ranks(2, _other_steps)
-    assert "rank 0 has a step of evaluation, rank 1 has a step of training" in first
-    assert "rank 1 has a step of training, rank 0 has a step of evaluation" in second
+@pytest.mark.parametrize("what", ["should_evaluate", "should_save", "should_training_stop", "evaluate()"])
+def test_what_one_rank_alone_is_asked_for_is_named_at_once(what):
+    first, second = run_ranks(2, _asked_on_one_rank, what)
+    if what == "evaluate()":
+        assert "rank 0 has a step of evaluation, rank 1 has what follows a step" in first
+        assert "rank 1 has what follows a step, rank 0 has a step of evaluation" in second
+    else:
+        assert f"ranks disagree on {what} in call" in first
+        assert "(what follows a step): rank 0 has 1, rank 1 has 0;" in first
+        assert f"ranks disagree on {what} in call" in second
 
 
 def _one_rank_does_not_come():

@@ -112,6 +112,9 @@ class OneState(OneProcess):
 # ---- a Trainer -----------------------------------------------------------------------------------
 
 
+_FLAGS = "should_training_stop", "should_epoch_stop", "should_evaluate", "should_save", "should_log"
+
+
 class Groups:
     """Makes one Trainer count a group as one process: in its data, its items, its rows and what it gathers."""
 
@@ -130,6 +133,7 @@ class Groups:
         if trainer.args.include_num_input_tokens_seen != "no":
             self.patches.wrap(trainer, "_track_num_input_tokens", self.in_one_process)
         self.patches.wrap(trainer, "_get_num_items_in_batch", self._count_items)
+        self.patches.wrap(trainer, "_maybe_log_save_evaluate", self._follow_flags)
         self.patches.wrap(trainer, "get_total_train_batch_size", self.in_one_process)
         self.patches.wrap(accelerator, "prepare_data_loader", self._prepare_data_loader)
         if accelerate_knows_groups(accelerator):
@@ -182,6 +186,12 @@ class Groups:
         if not self._evaluates:
             self.group.meet("a step of training", self.trainer.state.global_step + 1, batches=len(batch_samples))
         return self.in_one_process(original, batch_samples, *args, **kwargs)
+
+    def _follow_flags(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Does what callbacks have asked for, by flags of the Trainer's that must be the same on all ranks."""
+        flags = {name: int(getattr(self.trainer.control, name)) for name in _FLAGS}
+        self.group.meet("what follows a step", self.trainer.state.global_step, **flags)
+        return original(*args, **kwargs)
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Leaves out accelerate's hooks on attention modules. User code may still ask for its context, a no-op."""
