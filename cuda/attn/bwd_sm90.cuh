@@ -2,7 +2,8 @@
 // of three warp groups (the warp specialization of FlashAttention-3, arXiv:2407.08608).
 //
 //   copier      one warp: K and V once, then Q and dout of each attended tile of queries, into a ring of stages
-//   numbers     two warps: intervals, lse and delta of the tile, into the same stage
+//   numbers     two warps: intervals, lse and delta of the tile, and which tile of keys adds to its dq before, into the
+//               same stage
 //   consumers   two groups of 64 keys each:   S^T = K Q^T,   dP^T = V dout^T,   dv += P^T dout,   dk += dS^T Q
 //               with P and dS from registers. They write dS^T to shared memory, compute 64 x 64 numbers of dq = dS K
 //               each, and write those to shared memory too
@@ -45,6 +46,7 @@ template <int D, int SIDES> struct backward_sm90_shape {
     struct stage {
         query_storage<TILE> numbers;
         alignas(16) typename walk::place at;
+        int previous; // the tile of keys that adds to the dq of these queries before
     };
     struct stage_mbarriers {
         mbarrier full, empty;
@@ -116,8 +118,9 @@ RT_DEVICE void copy_queries(const attn_bwd_sm90_args &args, typename backward_sm
     }
 }
 
-// Two warps fetch the numbers of a tile, half each: the first of each lane while the stage is still in use. The place
-// behind the last tile tells the others to end.
+// Two warps fetch the numbers of a tile, half each: the first of each lane while the stage is still in use. The second
+// also finds the tile that adds before, which takes two loads from L2 one after the other, and which the adder has no
+// time for. The place behind the last tile tells the others to end.
 template <int D, int SIDES>
 RT_DEVICE void store_numbers(typename backward_sm90_shape<D, SIDES>::shared smem,
                              const typename backward_sm90_shape<D, SIDES>::walk &walk) {
@@ -134,6 +137,10 @@ RT_DEVICE void store_numbers(typename backward_sm90_shape<D, SIDES>::shared smem
 #pragma unroll
         for (int i = 32; i < HALF; i += 32) numbers.store(at, first + i, numbers.fetch(at, first + i));
         if (first == 0) st_shared(RT_SHARED(stage, at), at);
+        if (warp_index() > shape::NUMBERS) {
+            const int previous = walk.ended(at) ? -1 : walk.previous_to_add(at);
+            if (lane_index() == 0) st_shared(RT_SHARED(stage, previous), previous);
+        }
         arrive_as_warp(RT_SHARED(RT_SHARED(smem, ring)[n % 2], full));
         if (walk.ended(at)) break;
         at = walk.after(at);
@@ -149,9 +156,9 @@ RT_DEVICE void add_dq(const attn_bwd_sm90_args &args, typename backward_sm90_sha
     for (int n = 0;; n++) {
         mbarrier_wait_parity(RT_SHARED(RT_SHARED(smem, ring)[n % 2], full), parity_of(n));
         const auto at = ld_shared(RT_SHARED(RT_SHARED(smem, stages)[n % 2], at));
+        const int previous = ld_shared(RT_SHARED(RT_SHARED(smem, stages)[n % 2], previous));
         arrive_as_warp(RT_SHARED(RT_SHARED(smem, ring)[n % 2], empty));
         if (walk.ended(at)) break;
-        const int previous = walk.previous_to_add(at);
         if (lane_index() == 0) {
             walk.wait_for_dq(at, previous); // mostly over before dq is there
             fence_proxy_async_global();
