@@ -17,6 +17,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
 
+import adder
 import pytest
 import smoke
 import torch
@@ -231,6 +232,12 @@ def test_at_most_eight_files_come_back(run_all: ModuleType, tmp_path: pathlib.Pa
     names = ["results.tar.gz", *(f"trace_{i}.json.gz" for i in range(5))]  # and summary.json, table.txt
     assert sorted(path.name for path in folder.iterdir()) == names
     assert archived(folder) == {"kernels.log": b"0123456789", "trainer.json": b"{}"}
+
+
+@pytest.mark.parametrize("variant", adder.VARIANTS)
+def test_variants_of_the_backward_can_be_made(variant: str) -> None:
+    """Each line that one replaces is there once; only "here" is the kernel itself."""
+    assert (adder.source_of(variant) == adder.SOURCE.read_text()) == (variant == "here")
 
 
 @pytest.mark.long
