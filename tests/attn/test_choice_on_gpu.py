@@ -93,7 +93,12 @@ def test_torch_stays_as_the_user_has_it() -> None:
         ),
         (a_block(torch.float32), False, HOPPER, "torch.float32 has no kernel for tensor cores; train in bfloat16"),
         (a_block(head_dim=320), False, AMPERE, "head dim 320 has no kernel for tensor cores"),
-        (a_block(head_dim=128), False, BLACKWELL, "sm_100 has no kernel of its own, only those of sm_80"),
+        (
+            a_block(head_dim=128),
+            False,
+            BLACKWELL,
+            "sm_100 has no kernel of its own, only those of sm_80; install flash-attn-4",
+        ),
         (a_block(head_dim=128), True, GEFORCE, ""),
     ],
 )

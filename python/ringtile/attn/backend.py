@@ -158,7 +158,7 @@ def why_slow(block: Block, *, backward: bool) -> str:
         return f"head dim {head_dim} has no kernel for tensor cores, which take at most 256"
     major, _ = torch.cuda.get_device_capability(q.device)
     if major in (10, 11):
-        return f"sm_{major}0 has no kernel of its own, only those of sm_80"
+        return f"sm_{major}0 has no kernel of its own, only those of sm_80; install flash-attn-4, which has"
     if backward and major == 9 and head_dim > 128:
         return f"the backward of head dim {head_dim} has no kernel of sm_90a, only those of sm_80"
     return ""

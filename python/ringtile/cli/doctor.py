@@ -112,6 +112,8 @@ def cuda_kernels_of(capability: tuple[int, int]) -> str:
     """Which attention kernels a device of this compute capability runs (choose_isa in cuda/attn/dispatch.cu)."""
     if capability == (9, 0):
         return "kernels of sm_90a, and of sm_80 for what they leave"
+    if capability[0] in (10, 11):
+        return "kernels of sm_80, slow on its tensor cores: install flash-attn-4, whose kernels auto then takes"
     code = "" if capability[0] == 8 else f", compiled for sm_{capability[0]}0 or, by the driver, from PTX"
     return f"kernels of sm_80{code}"
 
