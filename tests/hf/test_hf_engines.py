@@ -149,7 +149,8 @@ def test_messages_over_nccl_are_on_streams_of_high_priority(
         return made[-1][3]
 
     monkeypatch.setattr(group, "backend_name", lambda found, device_type: backend if device_type == "cuda" else "gloo")
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    nccl = SimpleNamespace(Options=lambda **given: SimpleNamespace(config=SimpleNamespace(), **given))
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: "the world")
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -163,7 +164,8 @@ def test_messages_over_nccl_are_on_streams_of_high_priority(
     assert [call[:2] for call in made] == [([0, 1], timeout), ([2, 3], timeout)]
     options = [call[2] for call in made]
     if backend == "nccl":
-        assert all(vars(each) == {"is_high_priority_stream": True, "_timeout": timeout} for each in options)
+        for each in options:
+            assert (each.is_high_priority_stream, each.config.max_ctas, each._timeout) == (True, 8, timeout)
         assert options[0] is not options[1]
     else:
         assert options == [None, None]

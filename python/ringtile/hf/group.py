@@ -221,14 +221,18 @@ class ContextParallelGroup:
 
 
 def _options(device: torch.device, timeout: datetime.timedelta) -> Any:
-    """Over NCCL, options of one group, which new_group fills in: streams of high priority. None over anything else.
+    """Over NCCL, options of one group, which new_group fills in: streams of high priority, few thread blocks. None over
+    anything else.
 
     The thread blocks of a round's attention and those of NCCL for the next keys become ready together. There are
-    thousands of the former; in line behind them, the keys would travel when the round is over.
+    thousands of the former; in line behind them, the keys would travel when the round is over. Those of attention fill
+    the shared memory of a multiprocessor: one of NCCL's, which takes up to 32 for messages, has one to itself while it
+    waits for a late peer. Whether 8 is best has not been measured; NCCL_MAX_CTAS overrules it.
     """
     if backend_name(dist.distributed_c10d._get_default_group(), device.type) != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = 8
     options._timeout = timeout  # as given to new_group, which warns of any other
     return options
 
