@@ -155,7 +155,7 @@ class FirstBatch:
         """Says what is no difference, but may be an error."""
         found, group = self.comparison, self._loss.group
         assert found is not None
-        if found.parts:
+        if found.parts and self._loss.trainer.args.process_index == 0:
             logger.warning(
                 "ringtile: in a forward pass each rank writes a part of %s, and one process their sum, mean or "
                 "largest: reduce it over the ranks before it is used",
