@@ -184,13 +184,6 @@ MUTANTS = [
         "tests/hf/test_first_batch.py -k users_code",
     ),
     Mutant(
-        "first batch: the model's calls count dropout on",
-        "python/ringtile/hf/first_batch.py",
-        "            self._loss.dropout.drawn = self._drawn\n",
-        "            pass\n",
-        "tests/hf/test_first_batch.py -k LoRA",
-    ),
-    Mutant(
         "liger: train() puts its MLPs over tiled ones",
         "python/ringtile/hf/liger.py",
         "    if model not in _applied:\n",
@@ -374,13 +367,6 @@ MUTANTS = [
         "                found = self._backward_to_call(chunk, of_chunk, again, read.take(tokens), before, grads)",
         "                found, _ = [], self._inputs(tokens, read.take(tokens), grads)",
         "tests/stream/test_stream_layers.py -k later",
-    ),
-    Mutant(
-        "stream: a chunk of several rows drops as the first row's",
-        "python/ringtile/tiled/tiles.py",
-        "    if batch > 1:",
-        "    if batch > 9:",
-        "tests/stream/test_stream_training.py -k 'one and dropout'",
     ),
     Mutant(
         "axolotl: its mapping context_parallel stays",

@@ -23,7 +23,7 @@ from losses import LastThird
 from pool import run_ranks
 from ringtile.hf import loss
 from ringtile.hf import trainer as hf_trainer
-from ringtile.hf.features import dropout, recurrent
+from ringtile.hf.features import recurrent
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.patches import Patches
 from ringtile.sequence.layout import Layout
@@ -158,8 +158,8 @@ def test_restore_leaves_the_log_as_it_was():
 def _fail_half_way():
     trainer = make_trainer()
     before = _touchable(trainer)
-    with mock.patch.object(dropout.CountedDropout, "install", side_effect=KeyError), contextlib.suppress(KeyError):
-        ringtile.enable(trainer, CONFIG)  # dropout comes last
+    with mock.patch.object(hf_trainer, "_attach_callbacks", side_effect=KeyError), contextlib.suppress(KeyError):
+        ringtile.enable(trainer, CONFIG)  # callbacks come last
     return _differences(before, _touchable(trainer))
 
 
@@ -238,11 +238,9 @@ LOSS = {  # on a shard, or on what a group of one rank makes of a batch
 }
 GROUPS = {  # count as many processes as there are different batches
     *("accelerator.gather_for_metrics", "accelerator.prepare_data_loader"),
-    *("trainer.evaluation_loop", "trainer.get_batch_samples", "trainer.get_total_train_batch_size"),
+    *("trainer.evaluation_loop", "trainer._get_num_items_in_batch", "trainer.get_total_train_batch_size"),
 }
-LOST_RANKS = {f"trainer.{name}" for name in ("evaluation_loop", "train")}
-CHECKPOINTS = {"trainer._save_checkpoint", "trainer.train"}
-LLAMA = LOSS | GROUPS | LOST_RANKS | CHECKPOINTS
+LLAMA = LOSS | GROUPS
 BALANCING = {"model._forward_hooks", "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func"}
 LAYERS = "model.model.layers.*"
 UNCOUNTED = {"include_num_input_tokens_seen": "no"}
@@ -252,11 +250,7 @@ ON_TWO_RANKS = {  # what is touched besides
     "Llama": ({}, set()),
     "tokens are counted": ({"include_num_input_tokens_seen": "all"}, {"trainer._track_num_input_tokens"}),
     "RoPE that grows": ({"family": "llama-dynamic"}, {"model.model.rotary_emb.forward"}),
-    "dropout": (
-        {"model": DROPPING},
-        {f"{LAYERS}.{name}" for name in ("_forward_pre_hooks", "self_attn.ringtile_attention_dropout")}
-        | {f"{LAYERS}.resid_dropout.forward", "model._forward_hooks", "trainer.callbacks"},
-    ),
+    "dropout": ({"model": DROPPING}, set()),
     "experts": ({"family": "mixtral-balanced"}, BALANCING),
     "hybrid": (  # its config has output_router_logits, which TRL's fused head reads
         {"model": functools.partial(hybrid, "lfm2")},
@@ -300,7 +294,7 @@ def test_what_enable_touches(kind):
 
 
 ROOT = pathlib.Path(__file__).parents[2]
-DECLARED = dropout.TOUCHES.union(*(each.touches for each in (*loss.FEATURES, *hf_trainer.FEATURES)))
+DECLARED = frozenset[str]().union(*(each.touches for each in (*loss.FEATURES, *hf_trainer.FEATURES)))
 
 
 def _attributes(touched):
@@ -308,7 +302,7 @@ def _attributes(touched):
 
 
 def test_features_declare_what_they_touch():
-    kinds = [ON_TWO_RANKS[kind][1] for kind in ("dropout", "experts", "hybrid", "latents", "images")]
+    kinds = [ON_TWO_RANKS[kind][1] for kind in ("experts", "hybrid", "latents", "images")]
     assert _attributes(TILES.union(*kinds)) <= DECLARED | {"_ringtile_session"}
 
 
@@ -325,7 +319,9 @@ def test_no_feature_needs_another_and_no_other_module_a_feature():
     for path in (ROOT / "python/ringtile/hf").rglob("*.py"):
         found = set(re.findall(r"^from ringtile[.]hf[.]features[.]?(\S*) import", path.read_text(), re.MULTILINE))
         known = {"images"} if path.stem == "towers" else set()
-        assert path.stem in ("loss", "loss_on_sequences", "shard", "trainer", "axolotl") or found <= known, path.stem
+        assert (
+            path.stem in ("loss", "loss_on_sequences", "shard", "trainer", "axolotl", "first_batch") or found <= known
+        ), path.stem
 
 
 # ---- the hook -----------------------------------------------------------------------------------

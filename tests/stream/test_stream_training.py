@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import ringtile
 from cells import Cell, check, params, table
-from hf_models import hybrid, tiny_model
+from hf_models import hybrid
 from hf_training import Padded, make_trainer, packed
 from ringtile.tiled.host import HostTensor, PinnedCopies
 
@@ -21,11 +21,6 @@ def recurring(family: str) -> dict[str, Any]:
     return {"model": hybrid(family)}
 
 
-def dropping() -> dict[str, Any]:
-    """Dropout of attention and of hidden states, drawn from counters on both sides."""
-    return {"model": tiny_model("phi3-sliding", resid_pdrop=0.2, attention_dropout=0.2).train()}
-
-
 CELLS = table(
     Cell("one rank", {"evaluate": True}, ALONE, world=1),
     Cell("one rank, packed, with tiles", {"collator": packed}, ALONE | {"tiled_mlp": True, "tile_tokens": 5}, world=1),
@@ -35,13 +30,6 @@ CELLS = table(
     Cell("one rank, on the host", {"evaluate": True}, ALONE | HOST, world=1, long=True),
     Cell("one rank, on the host, LoRA", {"lora": True, "collator": packed}, ALONE | HOST, world=1),
     Cell("one rank, a hybrid", {"family": "lfm2", "evaluate": True}, ALONE | HOST, world=1),
-    Cell(
-        "one rank, dropout",
-        config=ALONE,
-        made=dropping,
-        world=1,
-        alone_config={"context_parallel_size": 1, "shared_prefix": False, "stream": True, "tile_tokens": 4096},
-    ),
     Cell("two ranks", {"evaluate": True}, STREAM),
     Cell("two ranks, Ulysses, packed", {"collator": packed}, STREAM | HOST | {"context_parallel_scheme": "ulysses"}),
     Cell("two ranks, windows, striped", {"family": "qwen3-sliding"}, STREAM | {"layout": "striped"}, long=True),
@@ -59,7 +47,6 @@ CELLS = table(
     ),
     Cell("two ranks, no attention", SLOWLY, STREAM, made=partial(recurring, "mamba2"), long=True),
     Cell("FSDP2, a hybrid", SLOWLY, STREAM, {"engine": "FSDP2"}, made=partial(recurring, "qwen3_next"), long=True),
-    Cell("two ranks, dropout", config=STREAM, made=dropping, alone_config=ALONE),
     Cell("two groups", {}, ALONE | HOST, world=2, processes=2),
     Cell("FSDP2, checkpointing asked for", {"gradient_checkpointing": True}, STREAM, {"engine": "FSDP2"}, long=True),
     Cell("FSDP2, on the host", {"gradient_checkpointing": True}, STREAM | HOST, {"engine": "FSDP2"}),

@@ -24,6 +24,7 @@ from ringtile import keep
 from ringtile.attn.attention import ring_attention
 from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
+from ringtile.first_batch.trace import running_trace
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, main_input, waiting_batch
 from ringtile.hf.drawn_masks import intervals_of, intervals_of_drawn
 from ringtile.hf.families import EAGER_SINKS
@@ -36,7 +37,6 @@ from ringtile.stream.attend import WHOLE, running_chunk
 
 NAME = "ringtile"
 _KERNEL: Any = os.environ.get("RINGTILE_ATTENTION_KERNEL", "auto")  # as the argument of ring_attention
-DROPOUT = "ringtile_attention_dropout"  # the attribute of an attention module that knows what it drops
 _INTERVALS = "ringtile_intervals"  # the attribute of a mask that holds it as intervals
 LATENTS = "ringtile_latents"  # the attribute of empty values that holds latents, and what makes keys of them
 SEQUENCE = "ringtile_sequence"  # the attribute of an empty mask that holds the sequence under the mask that was drawn
@@ -163,15 +163,8 @@ def attention_forward(
         )
     refuse_unknown(module, options)
     dropout, probability = None, options.get("dropout", 0.0)
-    if probability > 0:  # what the module drops now (hf/features/dropout.py); None where no training step says so
-        dropout_of = getattr(module, DROPOUT, None)
-        dropout = None if dropout_of is None else cast("AttentionDropout | None", dropout_of(query, probability))
-        if dropout is None:
-            raise RefusedError(
-                f"{type(module).__name__} uses attention dropout {probability} where ringtile does not count it; "
-                f"expected a training step, of a model whose config had a rate of attention dropout at "
-                f"ringtile.enable: set it to 0"
-            )
+    if probability > 0 and running_trace() is None:
+        dropout = _dropout(module, query, probability, batch)
     keep.called_by(module)
     query = _scaled(module, query, None if batch is None else batch.places)
     key, value, expand = latents_of(module, key, value)
@@ -195,6 +188,18 @@ def attention_forward(
         **more,
     )
     return out, None
+
+
+def _dropout(module: nn.Module, query: Tensor, probability: float, batch: ShardedBatch | None) -> AttentionDropout:
+    """What a call in training drops, alike on all ranks: each layer by a stream of its own."""
+    if batch is None or batch.dropout is None:
+        raise RefusedError(
+            f"{type(module).__name__} uses attention dropout {probability} outside of a forward pass of the Trainer's "
+            f"steps in training; expected a rate of 0 there: set the module to eval()"
+        )
+    seed, step, first = batch.dropout
+    rows = torch.arange(first, first + query.size(0), device=query.device)
+    return AttentionDropout(probability, rows, seed, step, getattr(module, "layer_idx", None) or 0)
 
 
 def _of_whole_rows(

@@ -76,6 +76,7 @@ class ShardedBatch:
     told_padding: bool = False  # whether code of the user's has asked which tokens are real
     is_counted: bool = False  # whether a loss that does not shift was given the number of targets of all shards
     group: ContextParallelGroup | None = None
+    dropout: tuple[int, int, int] | None = None  # in training: seed and step of attention's, and the first row's number
     room: keep.Room | None = None  # for what its checkpointed layers keep; None: nothing
     rows: SharedRows | None = None  # the rows that its only row holds as a tree; None: its rows are the batch's
     # Of a batch that is sharded where the language model begins (features/seam.py): who may attend whom but for
@@ -129,7 +130,6 @@ _CHECKPOINTS = frozenset({"_gradient_checkpointing_func", "checkpoint_fn"})
 class _Inside(threading.local):
     batch: ShardedBatch | None = None
     kept: bool = False  # by a checkpoint, whose layer runs here again
-    run: LayerRun | None = None
 
 
 _inside = _Inside()
@@ -217,24 +217,8 @@ class _Kept(functools.partial[Any]):
     inside: Callable[[], AbstractContextManager[None]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before, _inside.run = _inside.run, LayerRun(self.args[0] if self.args else self.func)
-        try:
-            with self.inside():
-                return super().__call__(*args, **kwargs)
-        finally:
-            _inside.run = before
-
-
-@dataclass(frozen=True, eq=False)
-class LayerRun:
-    """One run of a checkpointed layer: the first one, or one in the backward, where transformers calls no hooks."""
-
-    layer: object
-
-
-def layer_run() -> LayerRun | None:
-    """Return the run that this is inside; None: no layer is checkpointed."""
-    return _inside.run
+        with self.inside():
+            return super().__call__(*args, **kwargs)
 
 
 def as_now() -> Callable[[], AbstractContextManager[None]]:

@@ -27,6 +27,7 @@ from ringtile.first_batch.quiet import without_checkpoints, without_hooks
 from ringtile.first_batch.run import LossRun, record
 from ringtile.first_batch.state import State
 from ringtile.first_batch.trace import Trace, running_trace
+from ringtile.hf.features.dropout import without_dropout
 from ringtile.hf.group import of_a_collective
 from ringtile.hf.keys import key_of_tree
 from ringtile.hf.model import inside_engine, own_attention
@@ -232,7 +233,7 @@ class _Run:
     ) -> None:
         self._loss, self._model, self._batch, self._loss_of = loss, model, batch, loss_of
         self._state, self._num_tokens = state, num_tokens
-        self._drawn, self._place = loss.dropout.drawn, ""
+        self._place = ""
         self._paths = {module: path for path, module in loss.base.named_modules()}
         # As ZeRO-3 does after each step: a weight that another module than its own reads, such as a mixer that of its
         # convolution, is else gathered in each run, which DeepSpeed takes for an error in the order of its weights.
@@ -244,7 +245,7 @@ class _Run:
         """See `record`. restores: whether it begins where the first run did."""
         if restores:
             self._state.restore()
-        self._loss.dropout.drawn, self._place, found, reason = self._drawn, "", None, ""
+        self._place, found, reason = "", None, ""
         copies = {  # that a forward pass may write, without the graph that made them
             name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in self._batch.items()
         }
@@ -267,8 +268,6 @@ class _Run:
                     f"{reason.format('on a shard of the first batch')}; expected a module that makes no attention mask "
                     f"of its own, of which a shard has none, and no tensor of the length of the sequence"
                 ) from error
-        finally:
-            self._loss.dropout.drawn = self._drawn
         if whole and self._loss.group.largest_of_all(int(found is None)) != [0]:
             reason = reason.format("in one process") or "the model fails on another rank"
             raise _UnprovedError(f"the first batch proves nothing: on {self._num_tokens} of its tokens, {reason}")
@@ -278,7 +277,8 @@ class _Run:
     @contextlib.contextmanager
     def _within(self, trace: Trace, whole: bool) -> Iterator[None]:
         trace.whole = whole
-        with at_most(0 if whole else max(1, self._num_tokens // (_TILES * self._loss.group.size))):
+        tile_tokens = 0 if whole else max(1, self._num_tokens // (_TILES * self._loss.group.size))
+        with at_most(tile_tokens), without_dropout(self._model):
             try:
                 yield
             except BaseException:

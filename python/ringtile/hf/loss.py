@@ -22,7 +22,8 @@ from ringtile.errors import RefusedError
 from ringtile.hf import model
 from ringtile.hf.batch import forget_checkpoints, keep_in_checkpoints
 from ringtile.hf.feature import Enabled
-from ringtile.hf.features import adapters, balancing_loss, dropout, latents, means, recurrent, seam, towers
+from ringtile.hf.features import adapters, balancing_loss, latents, means, recurrent, seam, towers
+from ringtile.hf.features.dropout import Draws
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.gradients import make_whole_for_hooks, refuse_compression
 from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences
@@ -40,8 +41,6 @@ class ShardedLoss(abc.ABC):
     Raises RefusedError, ConfigError.
     """
 
-    entry: nn.Module  # which receives a rank's part of a batch; known once the loss is installed
-
     def __init__(self, run: Enabled, patches: Patches) -> None:
         self.trainer, self.model, self.base, self.config = run.trainer, run.wrapped, run.base, run.config
         self.patches, trainer, base, config = patches, run.trainer, run.base, run.config
@@ -54,7 +53,7 @@ class ShardedLoss(abc.ABC):
         patches.on_restore(self.group.close)
         self.groups = Groups(trainer, self.group, patches)
         self.sharding = Sharding(trainer, base, config, self.group, patches)
-        self.dropout = dropout.CountedDropout(trainer, self.group.data_index, self.group.data_size)
+        self.draws = Draws(trainer, base, self.group)
         self.proof = FirstBatch(self) if config.first_batch_check else None
         self.training_checked = self.shards_steps = False
 
@@ -88,7 +87,6 @@ class ShardedLoss(abc.ABC):
         if self.group.size > 1:
             self.groups.install()
         self.install_loss()
-        self.dropout.install(self.base, self.entry, self.patches)
 
     def __deepcopy__(self, memo: Any) -> ShardedLoss:
         """A copy of a model has the hooks of the same one: it is no copy of the Trainer."""

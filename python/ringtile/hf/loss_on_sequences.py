@@ -63,13 +63,12 @@ class LossOnSequences(ShardedLoss):
         self.in_step = False  # inside compute_loss or prediction_step
         for name in ("compute_loss", "prediction_step"):
             self.patches.wrap(trainer, name, self._in_step)
-        self.proved, self.entry = self.hook(self.model)
+        self.proved = self.hook(self.model)
         if (reference := getattr(trainer, "ref_model", None)) is not None:
             self.hook(reference)
 
-    def hook(self, wrapped: nn.Module) -> tuple[nn.Module, nn.Module]:
-        """Makes a model run on shards where the Trainer's loss calls it. Returns the module that is called, and the one
-        inside it that gets shards."""
+    def hook(self, wrapped: nn.Module) -> nn.Module:
+        """Makes a model run on shards where the Trainer's loss calls it. Returns the module that is called."""
         wrapped = model.receiver(self.trainer.accelerator.unwrap_model(wrapped))
         base = model.base_model(wrapped)
         if base is not self.base:
@@ -85,7 +84,8 @@ class LossOnSequences(ShardedLoss):
         if hasattr(base, "generate"):
             self.patches.wrap(base, "generate", functools.partial(self._generate_whole, base))
         called = self.loss_entry(wrapped, base)
-        return called, UnshardedOutputs(self, called, base).inner
+        UnshardedOutputs(self, called, base)
+        return called
 
     def loss_entry(self, wrapped: nn.Module, base: PreTrainedModel) -> nn.Module:
         """The module whose forward the loss calls."""
@@ -170,7 +170,8 @@ class UnshardedOutputs:
     def __init__(self, loss: LossOnSequences, called: nn.Module, base: PreTrainedModel) -> None:
         self._loss, self._group, self._base = loss, loss.group, base
         self._passes_inputs = False  # whether the model was given inputs that have a gradient
-        self.inner = inner = base.base_model if model.reads_rows(base) else called
+        self._drawing = contextlib.ExitStack()  # from the inputs to the outputs
+        inner = base.base_model if model.reads_rows(base) else called
         handles = [inner.register_forward_pre_hook(self._shard_inputs, with_kwargs=True)]
         if model.reads_rows(base) and isinstance(score := getattr(base, "score", None), nn.Module):
             handles.append(score.register_forward_hook(self._unshard_scores))
@@ -207,6 +208,7 @@ class UnshardedOutputs:
         if batch is None:
             return (), local
         activate(batch)
+        self._drawing.enter_context(self._loss.draws.of(batch, module))
         if local.get("labels") is not None and local.get("num_items_in_batch") is None:
             local["num_items_in_batch"] = batch.num_targets  # a mean over the batch, not over the shard
         return hide_attention_mask(module, (), local)
@@ -216,6 +218,7 @@ class UnshardedOutputs:
         if batch is None:
             return None
         activate(None)
+        self._drawing.close()
         whole = batch.unshard(scores)
         self._watch(whole)
         return whole
@@ -225,6 +228,7 @@ class UnshardedOutputs:
         if batch is None:
             return None
         activate(None)
+        self._drawing.close()
         name = type(module).__name__
         if not isinstance(outputs, dict):
             raise RefusedError(f"{name} returns a {type(outputs).__name__}; expected return_dict=True")

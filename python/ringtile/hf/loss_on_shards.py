@@ -46,20 +46,22 @@ class LossOnShards(ShardedLoss):
         check_model(self.base)
 
     def install_loss(self) -> None:
-        trainer, self.entry = self.trainer, self.model
+        trainer = self.trainer
         self.last_batch: ShardedBatch | None = None
         self.patches.wrap(trainer, "compute_loss", self._compute_loss)
         self.patches.wrap(trainer, "prediction_step", self._prediction_step)
         if trainer.label_smoother is not None:
             self.patches.wrap(trainer, "label_smoother", self._smooth_labels)
-        self.switch_model(self.entry, self.base)
+        self.switch_model(self.model, self.base)
 
     @contextlib.contextmanager
-    def _sharded(self, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], ShardedBatch | None]]:
+    def _sharded(
+        self, model: nn.Module, inputs: Mapping[str, Any]
+    ) -> Iterator[tuple[dict[str, Any], ShardedBatch | None]]:
         """This rank's part of a batch, on which the model runs inside the context."""
         local, batch = self.sharding.shard(inputs)
         self.last_batch = batch
-        with active(batch):
+        with active(batch), self.draws.of(batch, model):
             yield local, batch
 
     # ---- training -------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ class LossOnShards(ShardedLoss):
         ways = 1 if runs_whole() else self.group.size
         if num_items_in_batch is not None and not self._counts_all():
             num_items_in_batch = num_items_in_batch * self._trainer_factor(ways) / ways
-        with self._sharded(inputs) as (local, batch), contextlib.ExitStack() as stack:
+        with self._sharded(model, inputs) as (local, batch), contextlib.ExitStack() as stack:
             if ways < self.group.size:
                 stack.enter_context(self.groups.as_one_process())
             if batch is not None:
@@ -157,7 +159,7 @@ class LossOnShards(ShardedLoss):
                     numbers_of=self.trainer,
                 )
         # With labels the original calls compute_loss, which shards; without, it calls the model.
-        with contextlib.nullcontext((inputs, None)) if labels_given else self._sharded(inputs) as (local, _):
+        with contextlib.nullcontext((inputs, None)) if labels_given else self._sharded(model, inputs) as (local, _):
             loss, logits, labels = original(model, local, prediction_loss_only, ignore_keys=ignore_keys)
         batch = self.last_batch
         if batch is None:

@@ -46,7 +46,6 @@ from ringtile.recurrent.recurrence import Recurrence
 from ringtile.sequence.rounds import Queries, Round
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.host import HostCopies, to_host
-from ringtile.tiled.tiles import on_chunk
 
 WHOLE = "leave the layer whole (stream: false)"  # what to do; ends a message
 
@@ -63,18 +62,12 @@ class Chunk(abc.ABC):
     num_tokens: int
     num_calls: int = field(default=0, init=False)  # of attention so far
 
-    @property
-    def repeats(self) -> bool:
-        """Whether it runs what another chunk has run on these tokens, in this pass."""
-        return False
-
     @contextlib.contextmanager
-    def running(self, batch: int) -> Iterator[None]:
-        """The layer runs inside, on so many rows."""
+    def running(self) -> Iterator[None]:
+        """The layer runs inside."""
         token = _running.set(self)
         try:
-            with on_chunk(batch, self.num_tokens, self.tokens, self.repeats):
-                yield
+            yield
         finally:
             _running.reset(token)
 
@@ -131,8 +124,8 @@ class CausalChunk(Chunk):
     ends_after: int = 0  # calls of attention: of a run that makes keys only
 
     @contextlib.contextmanager
-    def running(self, batch: int) -> Iterator[None]:
-        with super().running(batch), running_on(self.carried):
+    def running(self) -> Iterator[None]:
+        with super().running(), running_on(self.carried):
             yield
 
     def attend(
@@ -390,13 +383,9 @@ class PassChunk(Chunk):
     found: list[Whole] | None = None  # empty in the first chunk
     made: list[Tensor] = field(default_factory=list)
 
-    @property
-    def repeats(self) -> bool:
-        return bool(self.taken)
-
     @contextlib.contextmanager
-    def running(self, batch: int) -> Iterator[None]:
-        with super().running(batch), running_on(self):
+    def running(self) -> Iterator[None]:
+        with super().running(), running_on(self):
             yield
 
     def attend(

@@ -139,7 +139,7 @@ class _Chunks(abc.ABC):
         """Fills one chunk's rows of the outputs, which the first chunk allocates. Whether the layer returns a tuple."""
         tokens = chunk.tokens
         args, kwargs = self.rest.on(tokens, {})
-        with chunk.running(self.batch):
+        with chunk.running():
             result = self.replay.call(x.clone(), *args, **kwargs)  # the layer may modify it
         mixes = isinstance(chunk, LoneChunk) or (isinstance(chunk, CausalChunk) and chunk.carried.after)
         if chunk.num_calls == 0 and not mixes:
@@ -173,7 +173,7 @@ class _Chunks(abc.ABC):
 
     def _end_at_call(self, call: Callable[..., Any], chunk: Chunk, x: Tensor, inputs: dict[int, Tensor]) -> None:
         args, kwargs = self.rest.on(chunk.tokens, inputs)
-        with contextlib.suppress(EndedError), chunk.running(self.batch):
+        with contextlib.suppress(EndedError), chunk.running():
             call(x.clone(), *args, **kwargs)
             raise self._refused(chunk.tokens, chunk.num_calls)
 
@@ -236,7 +236,7 @@ class _Chunks(abc.ABC):
         recurrences, or in several passes what calls gave."""
         leaves, tokens = self._inputs(chunk.tokens, x, grads), chunk.tokens
         args, kwargs = self.rest.on(tokens, leaves[1])
-        with chunk.running(self.batch):
+        with chunk.running():
             result = again(leaves[0].clone(), *args, **kwargs)
         of_chunk = [None if dout is None else dout.take(tokens) for dout in douts]
         rows = self._rows(result, tokens)

@@ -23,7 +23,7 @@ from ringtile import arguments
 from ringtile.errors import InputError, RefusedError
 from ringtile.tiled.glu import GluTiles, find_glu
 from ringtile.tiled.replay import Again, Output, RandomState, Replay, Work, as_tuple, run
-from ringtile.tiled.tiles import check_tile_tokens, on_tile, tiles
+from ringtile.tiled.tiles import check_tile_tokens, tiles
 
 _MAX_GLU_PARTS = 48  # of a module that is traced as a GLU: three projections with adapters have 35
 
@@ -108,8 +108,7 @@ class ModuleTiles:
     def _forward_tile(self, tile: slice, x: Tensor, x_rows: Tensor, outputs: list[Any]) -> bool:
         """Fills one tile's rows of the outputs, which the first tile allocates. Whether the module returns a tuple."""
         x_tile = _like_input(x_rows[tile], x).clone()  # the module may modify it: router jitter does
-        with on_tile(tile):
-            result = self.replay.call(x_tile)
+        result = self.replay.call(x_tile)
         rows = _rows(result, x_tile)
         if not outputs:
             outputs += [None if out is None else out.new_empty(_shape(out, x_tile, x)) for out in as_tuple(result)]
@@ -133,8 +132,7 @@ class ModuleTiles:
     ) -> None:
         """Recomputes one tile, adds its weight gradients to the sums and fills its rows of dx."""
         x_tile.requires_grad_(dx is not None)
-        with on_tile(tile):
-            result = again(x_tile.clone())
+        result = again(x_tile.clone())
         rows = _rows(result, x_tile)
         of_rows = [
             None if out is None or dout is None else dout.flatten(0, -out.dim())[tile]

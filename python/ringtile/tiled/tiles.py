@@ -57,50 +57,6 @@ def device_type(device: torch.device) -> str:
     return _device_type.get() or device.type
 
 
-class TileRun:
-    """A module's run on one tile, or a layer's on a chunk, for code inside that must know which tokens these are."""
-
-    def __init__(self, tokens: slice | Tensor, shape: tuple[int, int], repeats: bool = False) -> None:
-        self.tokens = tokens  # of the flattened batch: a range, or int64 (T,)
-        self.shape = shape  # rows, and tokens of each, as the module sees them
-        self.repeats = repeats  # a part of what has run on these tokens already, in this pass
-        self.calls: dict[str, int] = {}  # of whoever counts its calls in this run
-
-    @property
-    def start(self) -> int:
-        """The first of the tokens."""
-        return int(self.tokens.start if isinstance(self.tokens, slice) else self.tokens[0])
-
-    def inner(self, tokens: slice) -> slice | Tensor:
-        """The tokens of a tile of these."""
-        if isinstance(self.tokens, Tensor):
-            return self.tokens[tokens]
-        return slice(self.tokens.start + tokens.start, self.tokens.start + tokens.stop)
-
-
-_running: contextvars.ContextVar[TileRun | None] = contextvars.ContextVar("running", default=None)
-
-
-def running_tile() -> TileRun | None:
-    """The tile on which a module runs now, in this thread."""
-    return _running.get()
-
-
-def on_tile(tokens: slice) -> contextlib.AbstractContextManager[None]:
-    """A module runs on one tile inside the context: of the tokens of the tile that runs already, if one does."""
-    outer, shape = running_tile(), (1, tokens.stop - tokens.start)
-    repeats = outer is not None and outer.repeats
-    return _set(_running, TileRun(tokens if outer is None else outer.inner(tokens), shape, repeats))
-
-
-def on_chunk(batch: int, num_tokens: int, tokens: slice, repeats: bool) -> contextlib.AbstractContextManager[None]:
-    """A layer runs on a chunk of the tokens (batch, num_tokens) inside the context. repeats: as of TileRun."""
-    places: slice | Tensor = tokens
-    if batch > 1:
-        places = (num_tokens * torch.arange(batch)[:, None] + torch.arange(tokens.start, tokens.stop)).flatten()
-    return _set(_running, TileRun(places, (batch, tokens.stop - tokens.start), repeats))
-
-
 def check_tile_tokens(tile_tokens: int) -> None:
     """InputError unless tile_tokens is a whole number of at least 1."""
     if isinstance(tile_tokens, bool) or not isinstance(tile_tokens, int) or tile_tokens < 1:

@@ -81,7 +81,9 @@ def is_known(projection: nn.Module) -> bool:
     for module in projection.modules():
         if not (isinstance(module, _PARTS) or type(module).__module__.startswith("peft.")):
             return False
-        if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):  # as of a dropout that counts
+        if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
+            return False
+        if isinstance(module, nn.Dropout) and module.training and module.p > 0:  # it would draw others, again
             return False
         if isinstance(module, FSDPModule) or hasattr(module, "ds_id"):  # gathered by the module's own hooks
             return False
