@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from ringtile.errors import RingtileError
-from ringtile.peak_memory import peak_bytes, reset_peak_bytes
 from torch import Tensor
 
 from benchmarks.measure import (
@@ -27,6 +26,7 @@ from benchmarks.measure import (
 )
 from benchmarks.peak import Peak
 from benchmarks.rows import Comparison, Cost, Measured, Untimed, make_rows, why_skipped
+from tools.peak_memory import peak_bytes, reset_peak_bytes
 
 
 class Candidate(NamedTuple):

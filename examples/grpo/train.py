@@ -36,7 +36,6 @@ else:
 
 rows = Dataset.from_list(ROWS)
 trainer = GRPOTrainer(model=model, reward_funcs=reward, args=args, train_dataset=rows, processing_class=tokenizer)
-trainer.add_callback(ringtile.MetricsCallback())  # speed, bytes between ranks, waiting and memory in the log
 ringtile.enable(trainer, folder / "ringtile.yaml")
 trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 if args.save_strategy != "no":

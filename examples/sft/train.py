@@ -28,7 +28,6 @@ else:
     model, tokenizer = tiny_model(), tiny_tokenizer()
 
 trainer = SFTTrainer(model=model, args=args, train_dataset=Dataset.from_list(ROWS), processing_class=tokenizer)
-trainer.add_callback(ringtile.MetricsCallback())  # speed, bytes between ranks, waiting and memory in the log
 ringtile.enable(trainer, folder / "ringtile.yaml")
 trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 if args.save_strategy != "no":

@@ -33,7 +33,6 @@ rows = [{"input_ids": tokens[i : i + SEQ_LEN], "labels": tokens[i : i + SEQ_LEN]
 trainer = Trainer(model=model, args=args, train_dataset=rows)
 if args.fsdp and not trainer.is_fsdp_enabled:
     raise SystemExit("accelerate shards no weights on a CPU: run this on GPUs, or with training.yaml")
-trainer.add_callback(ringtile.MetricsCallback())  # speed, bytes between ranks, waiting and memory in the log
 ringtile.enable(trainer, folder / "ringtile.yaml")
 trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 if args.save_strategy != "no":

@@ -38,7 +38,6 @@ else:
 
 rows = Dataset.from_list([row(number) for number in range(200)])
 trainer = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=processor)
-trainer.add_callback(ringtile.MetricsCallback())  # speed, bytes between ranks, waiting and memory in the log
 ringtile.enable(trainer, folder / "ringtile.yaml")
 trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 if args.save_strategy != "no":

@@ -54,7 +54,6 @@ _LAZY = {
     "flex_attention": "torch_context_parallel.flex",
     "gated_delta_rule": "recurrent.functions",
     "Latents": "latents",
-    "MetricsCallback": "hf.features.callbacks",
     "Plan": "planner.layer",
     "offload_activations": "hf.features.offload",
     "real_tokens": "hf.written",
@@ -72,7 +71,7 @@ _LAZY = {
 }
 if TYPE_CHECKING:
     from ringtile.config import Config
-    from ringtile.hf.features.callbacks import CollectGarbageCallback, MetricsCallback
+    from ringtile.hf.features.callbacks import CollectGarbageCallback
     from ringtile.hf.features.mlp import tile_mlps
     from ringtile.hf.features.norm import tile_norms
     from ringtile.hf.features.offload import offload_activations
@@ -111,7 +110,6 @@ __all__ = [
     "LayoutError",
     "LoopbackWorld",
     "MaskNotExpressibleError",
-    "MetricsCallback",
     "MissingPackageError",
     "PeerLostError",
     "Plan",

@@ -55,7 +55,7 @@ _GONE = {
     ),
     "loss_tile_tokens": "set tile_tokens, the most tokens of any tile",
     "stream_tokens": "set tile_tokens, which the chunks of streamed layers have too",
-    "log_metrics": "give the Trainer ringtile.MetricsCallback()",
+    "log_metrics": "give the Trainer the callback of examples/metrics.py",
     "gc_steps": "give the Trainer ringtile.CollectGarbageCallback(steps)",
     "timeout_seconds": "set ddp_timeout in TrainingArguments, after which a silent rank counts as lost",
     "tiled_mlp_num_shards": "set tile_tokens, or call ringtile.tile_mlps(model, num_shards=...)",

@@ -295,7 +295,8 @@ def _grpo_trainer(
 def measure(case: tuple[Any, ...]) -> int:
     """The peak above the baseline, in bytes."""
     import transformers
-    from ringtile.peak_memory import peak_bytes, reset_peak_bytes
+
+    from tools.peak_memory import peak_bytes, reset_peak_bytes
 
     transformers.logging.set_verbosity_error()
     _train(case, TINY, 128, 3)

@@ -12,7 +12,8 @@ import transformers
 from ringtile.cli import VERBS, main
 from ringtile.errors import ConfigError, PeerLostError
 from ringtile.hf.layers import LayerMask, layer_masks
-from ringtile.peak_memory import peak_bytes, reset_peak_bytes
+
+from tools.peak_memory import peak_bytes, reset_peak_bytes
 
 SMALL = ["plan", "--seq-len", "16", "--world-size", "2", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "8"]
 

@@ -31,7 +31,7 @@ def test_defaults_change_nothing():
         ({"tile_tokens": -1}, ["tile_tokens", "-1"]),
         ({"timeout_seconds": 60.0}, ["unknown key timeout_seconds: set ddp_timeout in TrainingArguments"]),
         ({"attention_kernel": "aten"}, ["attention_kernel: set the environment variable RINGTILE_ATTENTION_KERNEL"]),
-        ({"log_metrics": True}, ["log_metrics", "ringtile.MetricsCallback"]),
+        ({"log_metrics": True}, ["log_metrics", "examples/metrics.py"]),
         ({"gc_steps": 5}, ["gc_steps", "ringtile.CollectGarbageCallback"]),
         ({"tiled_mlp_num_shards": 4}, ["tiled_mlp_num_shards", "tile_tokens"]),
         ({"layout": "zag", "tile_tokens": "x"}, ["layout is 'zag'", "; tile_tokens is 'x'"]),

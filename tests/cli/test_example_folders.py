@@ -25,7 +25,6 @@ from hf_training import TOLERANCE, enter_world
 from pool import Pool, run_ranks
 from ringtile.config import Config
 from test_hf_axolotl import needs_axolotl, plugin_module, registered, validated
-from transformers import TrainerCallback
 
 from examples.tiny_model import tiny_model, tiny_tokenizer
 
@@ -60,9 +59,8 @@ def test_example_is_whole(kind: str) -> None:
 
 def test_axolotls_file_is_read_by_theplugin_module() -> None:
     cfg = registered(**yaml.safe_load((EXAMPLES / "axolotl" / "axolotl.yaml").read_text()))
-    config, keys = plugin_module()._split(cfg["ringtile"])
+    config, _ = plugin_module()._split(cfg["ringtile"])
     assert config == Config.load(EXAMPLES / "trainer" / "ringtile.yaml")
-    assert keys.log_metrics
     assert not cfg.keys() & Config.model_fields.keys()
 
 
@@ -88,8 +86,6 @@ def run_script(
         stack.callback(enter_world)
         stack.enter_context(engine(name))
         enable = (lambda *unused: None) if alone else ringtile.enable
-        if alone:
-            stack.enter_context(mock.patch.object(ringtile, "MetricsCallback", TrainerCallback))
         enabling = stack.enter_context(mock.patch.object(ringtile, "enable", side_effect=enable))
         names = runpy.run_path(str(folder / "train.py"), run_name="__main__")
     if "losses" in names:

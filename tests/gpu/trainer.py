@@ -34,12 +34,13 @@ from failures import how_of, line
 from hf_engines import engine
 from hf_training import GROUP_OF_ONE, enabled
 from ringtile.config import Config
-from ringtile.peak_memory import peak_bytes, reset_peak_bytes
 from ringtile.planner.setup import Setup
 from ringtile.planner.step import TrainingStep
 from step_time import shares, watched
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
+
+from tools.peak_memory import peak_bytes, reset_peak_bytes
 
 ON_GPU = torch.cuda.is_available()
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))

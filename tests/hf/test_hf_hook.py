@@ -25,6 +25,7 @@ from ringtile.hf import loss
 from ringtile.hf import trainer as hf_trainer
 from ringtile.hf.features import recurrent
 from ringtile.hf.group import ContextParallelGroup
+from ringtile.hf.loss_on_shards import LossOnShards
 from ringtile.hf.patches import Patches
 from ringtile.sequence.layout import Layout
 from ringtile.transport.groups import transport_of
@@ -110,10 +111,8 @@ def test_an_undo_that_fails_does_not_stop_the_others():
 
 def test_what_another_library_has_put_back_is_no_error():
     trainer = make_trainer()
-    trainer.add_callback(ringtile.MetricsCallback())
     before, callbacks = _touchable(trainer), trainer.callback_handler.callbacks[:]
     ringtile.enable(trainer, {"activation_offloading": True})
-    del trainer.log, trainer.training_step
     trainer.callback_handler.callbacks = callbacks
     ringtile.restore(trainer)
     assert _differences(before, _touchable(trainer)) == []
@@ -158,8 +157,8 @@ def test_restore_leaves_the_log_as_it_was():
 def _fail_half_way():
     trainer = make_trainer()
     before = _touchable(trainer)
-    with mock.patch.object(hf_trainer, "_attach_callbacks", side_effect=KeyError), contextlib.suppress(KeyError):
-        ringtile.enable(trainer, CONFIG)  # callbacks come last
+    with mock.patch.object(LossOnShards, "install_loss", side_effect=KeyError), contextlib.suppress(KeyError):
+        ringtile.enable(trainer, CONFIG)  # after the group and its accelerator
     return _differences(before, _touchable(trainer))
 
 
@@ -272,12 +271,10 @@ TILES = {
     *(f"{LAYERS}.{norm}_layernorm.forward" for norm in ("input", "post_attention")),
     *(f"{LAYERS}.mlp._z3_leaf", f"{LAYERS}.mlp.forward"),
 }
-METRICS = {"trainer._ringtile_session", "trainer.log", "trainer.training_step"}
 TOUCHED = {
     "nothing asked": ({}, {}, set()),
     "nothing but its layout": ({}, {"context_parallel_size": 1, "layout": "striped"}, set()),
     "tiles": ({}, {"tiled_mlp": True, "tiled_norm": True, "tiled_loss": True}, TILES),
-    "metrics": ({"callback": ringtile.MetricsCallback}, {}, METRICS),
     "trees on one rank": ({}, {"shared_prefix": True}, LOSS),
     **{kind: (UNCOUNTED | options, CONFIG, LLAMA | more) for kind, (options, more) in ON_TWO_RANKS.items()},
 }

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from pool import run_ranks
 from ringtile import sequence_log_probs
-from ringtile.peak_memory import peak_bytes, reset_peak_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tools.peak_memory import peak_bytes, reset_peak_bytes
 
 VOCAB = 32768
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

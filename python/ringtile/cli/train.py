@@ -89,8 +89,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
     if args.fsdp and not trainer.is_fsdp_enabled:
         raise ConfigError("training.fsdp is set, but accelerate ignores it on a CPU; expected GPUs")
     if recipe.ringtile != ringtile.Config() or args.world_size > 1:
-        for callback in (ringtile.MetricsCallback(), ringtile.CollectGarbageCallback()):
-            trainer.add_callback(callback)
+        trainer.add_callback(ringtile.CollectGarbageCallback())
         ringtile.enable(trainer, recipe.ringtile)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if args.save_strategy != "no":

@@ -18,7 +18,6 @@ from pydantic import BaseModel, field_validator
 
 from ringtile.config import TAKEN, WORDS, Config, Count, Section, flat
 from ringtile.errors import ConfigError
-from ringtile.hf.features.callbacks import MetricsCallback
 from ringtile.hf.features.mlp import tile_mlps
 from ringtile.hf.model import base_model
 from ringtile.hf.trainer import enable
@@ -41,7 +40,6 @@ class Keys(Section):
 
     tiled_mlp_num_shards: Count | None = None  # tiles per MLP call, instead of tile_tokens
     tiled_mlp_use_original_mlp: bool = False  # True: the module's own forward even where a GLU kernel is exact
-    log_metrics: bool = False  # ringtile.MetricsCallback
 
 
 class RingtileArgs(BaseModel):
@@ -104,8 +102,6 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
                 f"expert_parallel_size is {experts} and context_parallel_size {config.context_parallel_size}; expected "
                 f"one of them to be 1: experts that ranks share have not been compared with one process"
             )
-        if keys.log_metrics:
-            trainer.add_callback(MetricsCallback())
         if keys.tiled_mlp_num_shards is None and not keys.tiled_mlp_use_original_mlp:
             patches = enable(trainer, config)
         else:
@@ -209,7 +205,7 @@ def _split(section: Mapping[str, Any] | None) -> tuple[Config, Keys]:
     given = flat(dict(section or {}))
     own = {name: given.pop(name) for name in Keys.model_fields if name in given}
     config, keys = Config.load(given), Keys(**own)
-    for name in own.keys() - {"log_metrics"}:
+    for name in own:
         if not config.tiled_mlp:
             raise ConfigError(
                 f"{name} is {own[name]!r:.80} but tiled_mlp is false; set tiled_mlp: true or remove {name}"

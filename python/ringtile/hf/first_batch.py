@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,6 @@ from ringtile.hf.group import of_a_collective
 from ringtile.hf.keys import key_of_tree
 from ringtile.hf.model import inside_engine, own_attention
 from ringtile.tiled.tiles import at_most
-from ringtile.transport.groups import transport_of
 
 if TYPE_CHECKING:
     from ringtile.hf.loss import ShardedLoss
@@ -55,13 +53,12 @@ class _UnprovedError(RefusedError):
 
 
 class FirstBatch:
-    """The proof of one Trainer. comparison: the last one, for `ringtile verify`. seconds: that proofs have taken."""
+    """The proof of one Trainer. comparison: the last one, for `ringtile verify`."""
 
     def __init__(self, loss: ShardedLoss) -> None:
         self._loss = loss
         self._trained = self._evaluated = False
         self.comparison: Comparison | None = None
-        self.seconds = 0.0
 
     @property
     def waits(self) -> bool:
@@ -91,7 +88,7 @@ class FirstBatch:
         if running_trace() is not None or self._trained or (self._evaluated and not in_training):
             return
         self._trained, self._evaluated = in_training, True
-        began, inner = time.perf_counter(), inside_engine(model)
+        inner = inside_engine(model)
         # What the user has wrapped around the call (a checkpoint, offloading) keeps its own tensors only.
         own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         options = {"num_items": num_items, "named": named, "averages": True}
@@ -101,7 +98,6 @@ class FirstBatch:
                 contextvars.copy_context().run(self._prove, inner, inputs, loss_of, numbers_of, options)
         except _UnprovedError as error:
             self._say(error)
-        self.seconds += time.perf_counter() - began
 
     def _say(self, unproved: _UnprovedError) -> None:
         """Warns, or refuses."""
@@ -184,29 +180,24 @@ class FirstBatch:
         """Of a cut on which one process fails, the batch itself is tried, once."""
         loss = self._loss
         cut = dict(inputs) if images else cut_batch(inputs, self._row_tokens(), at_targets=loss.config.shared_prefix)
-        transport = transport_of(loss.group.process_group)
-        counted = transport.bytes_sent, transport.wait_seconds
         key = "shared_prefix" if loss.config.shared_prefix else "stream"
-        try:
-            for batch in (cut, dict(inputs)):
-                num_tokens = _num_tokens(batch, images)
-                run = _Run(loss, model, batch, loss_of, state, num_tokens)
-                try:
-                    self.comparison = prove(
-                        run,
-                        loss.group.process_group,
-                        num_tokens=num_tokens,
-                        key=key,
-                        largest_of_all=lambda number: loss.group.largest_of_all(number)[0],
-                        **options,
-                    )
-                    return
-                except _UnprovedError:
-                    longest = loss.group.largest_of_all(_num_tokens(inputs, images), -num_tokens)
-                    if batch is not cut or not -longest[1] < longest[0] <= _LONGEST:
-                        raise
-        finally:
-            transport.bytes_sent, transport.wait_seconds = counted
+        for batch in (cut, dict(inputs)):
+            num_tokens = _num_tokens(batch, images)
+            run = _Run(loss, model, batch, loss_of, state, num_tokens)
+            try:
+                self.comparison = prove(
+                    run,
+                    loss.group.process_group,
+                    num_tokens=num_tokens,
+                    key=key,
+                    largest_of_all=lambda number: loss.group.largest_of_all(number)[0],
+                    **options,
+                )
+                return
+            except _UnprovedError:
+                longest = loss.group.largest_of_all(_num_tokens(inputs, images), -num_tokens)
+                if batch is not cut or not -longest[1] < longest[0] <= _LONGEST:
+                    raise
 
     def _row_tokens(self) -> int:
         """Tokens of a row for which no rank is idle, and no window or chunk is longer."""

@@ -23,7 +23,6 @@ from ringtile.checksum import checksum
 from ringtile.derivatives import gradients
 from ringtile.errors import ConfigError, InputError, PeerLostError, RingMismatchError, with_kind
 from ringtile.hf.masks import read
-from ringtile.peak_memory import memory_bytes
 from ringtile.transport.agreement import PeerGoneError
 from ringtile.transport.groups import backend_name, transport_of
 from ringtile.transport.sockets import LONGEST_SECONDS, Meeting, own_connection
@@ -218,6 +217,14 @@ class ContextParallelGroup:
                         f"every rank of a context-parallel group (same seed and data, a sampler that ignores the rank)"
                     )
         return on_host
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The memory of a device; of a CPU this rank's share of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
 
 def _options(device: torch.device, timeout: datetime.timedelta) -> Any:

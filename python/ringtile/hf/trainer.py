@@ -20,17 +20,15 @@ from ringtile.first_batch.compare import Comparison
 from ringtile.hf import model, trainers
 from ringtile.hf.feature import Enabled
 from ringtile.hf.features import loss, mlp, norm, offload, stream, trees
-from ringtile.hf.features.callbacks import MetricsCallback
 from ringtile.hf.features.rollouts import LossOnRollouts, generates
 from ringtile.hf.first_batch import FirstBatch
-from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences, failures_told
+from ringtile.hf.group import deepspeed_shards_sequences, failures_told
 from ringtile.hf.liger import apply_liger
 from ringtile.hf.loss import ShardedLoss
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.hf.loss_on_shards import LossOnShards
 from ringtile.hf.patches import Patches
 from ringtile.hf.tiled_forward import is_tiled
-from ringtile.transport.groups import transport_of
 
 logger = logging.getLogger("ringtile")
 
@@ -81,7 +79,7 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
                 f"ringtile.restore(trainer) first to change it"
             )
         return enabled.patches
-    if not config.asks and not any(isinstance(each, MetricsCallback) for each in trainer.callback_handler.callbacks):
+    if not config.asks:
         return Patches()
     if (ended := vars(trainer).pop(_ENDED, None)) is not None:
         ended.restore()
@@ -187,11 +185,9 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
     apply_liger(trainer, patches)
     for feature in features:
         feature.install(run, patches)
-    group, first_batch = None, None
+    first_batch = None
     if config.attends and not deepspeed_shards_sequences(trainer.accelerator):
-        sharded = _shard(run, patches)
-        group, first_batch = sharded.group, sharded.proof
-    _attach_callbacks(trainer, config, group, patches, lambda: first_batch.seconds if first_batch else 0.0)
+        first_batch = _shard(run, patches).proof
     session = _Session(config, patches, first_batch, weakref.ref(trainer))
     patches.set(trainer, _SESSION, session)
     for each in {base, trainer.model}:
@@ -206,20 +202,6 @@ def _shard(run: Enabled, patches: Patches) -> ShardedLoss:
     sharded: ShardedLoss = (LossOnRollouts if generates(run.trainer) else kind)(run, patches)
     sharded.install()
     return sharded
-
-
-def _attach_callbacks(
-    trainer: Trainer,
-    config: Config,
-    group: ContextParallelGroup | None,
-    patches: Patches,
-    proof_seconds: Callable[[], float],
-) -> None:
-    """What has nothing to do with sharding, each in a module of its own that knows the Trainer alone."""
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, MetricsCallback):
-            transport = None if group is None else transport_of(group.process_group)
-            callback.install(trainer, transport, 1 if group is None else group.size, proof_seconds, patches)
 
 
 def _summary(trainer: Trainer, config: Config) -> str:

@@ -1,8 +1,7 @@
-"""The memory of a device, and the peak of this process: resident on a CPU, by the allocator's count on a GPU."""
+"""The peak of memory of this process: resident on a CPU, by the allocator's count on a GPU."""
 
 from __future__ import annotations
 
-import os
 import pathlib
 import resource
 
@@ -17,14 +16,6 @@ def reset_peak_bytes(device: str = "cpu") -> None:
         torch.cuda.reset_peak_memory_stats()
     elif (_PROC / "clear_refs").exists():
         (_PROC / "clear_refs").write_text("5")
-
-
-def memory_bytes(device: torch.device) -> int:
-    """The memory of a device; of a CPU this rank's share of the host's."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
 
 def peak_bytes(device: str = "cpu") -> int:
