@@ -331,7 +331,6 @@ TRL = [
 LAYERS = {"target_modules": ["q_proj", "v_proj", "up_proj"], "task_type": "CAUSAL_LM"}
 TOKENS = {"num_virtual_tokens": 5, "task_type": "CAUSAL_LM"}
 ADAPTERS = {
-    "AdaLora": {"init_r": 6, "target_r": 4, "total_step": 100, "tinit": 10, "tfinal": 20, **LAYERS},
     "PromptTuning": TOKENS,
     "CPT": {
         **{"cpt_token_ids": [5, 6, 7, 8], "cpt_mask": [1] * 4, "cpt_tokens_type_mask": [1, 2, 3, 4]},
@@ -346,7 +345,7 @@ ADAPTERS = {
     "AdaptionPrompt": {"adapter_len": 4, "adapter_layers": 2, "task_type": "CAUSAL_LM"},
     "TrainableTokens": {"token_indices": list(range(3, 20)), "target_modules": ["embed_tokens"]},
 }
-IN_EVERY_RUN = ("AdaLora", "PromptTuning")  # terms of the loss, added tokens; CPT has both, the others are linear maps
+IN_EVERY_RUN = ("PromptTuning",)  # added tokens, as of CPT; the others are linear maps
 
 
 def adapted(adapter: str) -> dict[str, Any]:
@@ -402,7 +401,7 @@ def qlora(engine: str, tiles: dict[str, Any], long: bool = True) -> Cell:
 OF_DPO = {**DPO, "learning_rate": 300.0, "evaluate": False}
 PEFT = [
     *(adapter(name, long=name not in IN_EVERY_RUN) for name in ADAPTERS),
-    *(adapter(name, "two groups:", world=4, processes=2, long=True) for name in ("AdaLora", "PromptTuning")),
+    adapter("PromptTuning", "two groups:", world=4, processes=2, long=True),
     adapter("PromptTuning", "SFT with", options={**SFT, "evaluate": False}, long=True),
     adapter("PromptTuning", "DPO with", options=OF_DPO, long=True),
     qlora("DDP", TILED, long=False),

@@ -153,10 +153,9 @@ MODELS = [
     ),
     # PEFT
     of_model("PREFIX_TUNING", lambda: peft_with("PrefixTuningConfig", num_virtual_tokens=5), **ADAPTERS),
-    of_model("a mean over the tokens of the batch", lambda: peft_with("LilyConfig", **TARGETS), **ADAPTERS),
     of_model(
-        "looks for these tokens in a shard",
-        lambda: peft_with("LoraConfig", alora_invocation_tokens=[5], **TARGETS),
+        "ADALORA",
+        lambda: peft_with("AdaLoraConfig", init_r=6, target_r=4, total_step=100, tinit=10, tfinal=20, **TARGETS),
         **ADAPTERS,
     ),
 ]
