@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
@@ -247,12 +246,7 @@ class Groups:
         previous, prepared = trainer.gather_function, list(trainer.accelerator._models)
         trainer.gather_function = trainer.accelerator.gather_for_metrics
         try:
-            output = original(*args, **kwargs)
-            prefix = inspect.signature(original).bind(*args, **kwargs).arguments.get("metric_key_prefix", "eval")
-            metrics = EvaluationMetrics(
-                output.metrics, prefix, output.num_samples, trainer.args.eval_batch_size, self.group
-            )
-            return output._replace(metrics=metrics)
+            return original(*args, **kwargs)
         finally:
             trainer.gather_function, self._evaluated_rows, self._evaluated = previous, -1, 0
             self._forget_bare_model(prepared)
@@ -288,25 +282,3 @@ def one_copy(data: Any, copies: int) -> Any:
         return rows.reshape(different, copies, each, *rows.shape[1:])[:, 0].flatten(0, 1)
 
     return data if copies == 1 else recursively_apply(of_tensor, data)
-
-
-class EvaluationMetrics(dict[str, Any]):
-    """The metrics of an evaluation, to which evaluate() or predict() adds its speeds, once: it counts the steps as if
-    each rank had a batch of its own. What is put into it later stays as it is."""
-
-    def __init__(
-        self, metrics: dict[str, Any], prefix: str, num_samples: int, batch_size: int, group: ContextParallelGroup
-    ) -> None:
-        """prefix: of transformers' keys. batch_size: of one rank."""
-        super().__init__(metrics)
-        ranks = group.copies * group.data_size
-        steps, counted = (math.ceil(num_samples / (batch_size * batches)) for batches in (group.data_size, ranks))
-        self._speed: str | None = f"{prefix}_steps_per_second"  # None: it is there
-        self._steps_counted = steps / max(counted, 1)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        more = dict(*args, **kwargs)
-        if self._speed in more:
-            more[self._speed] = round(more[self._speed] * self._steps_counted, 3)
-            self._speed = None
-        super().update(more)
