@@ -1,6 +1,7 @@
 """Trains a causal language model on a reward with TRL's GRPOTrainer. README.md has the commands."""
 
 import gc
+import logging
 import pathlib
 import sys
 
@@ -11,6 +12,8 @@ import yaml
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
+
+logging.basicConfig(format="%(message)s", level=logging.INFO)  # also shows what the first batch proves
 
 MODEL = ""  # a folder or a hub name, such as "Qwen/Qwen3-0.6B"; empty: the tiny one of ../tiny_model.py
 ROWS = [{"prompt": f"{i} + {i} ="} for i in range(200)]  # your own prompts here

@@ -1,6 +1,7 @@
 """Trains a causal language model with a Hugging Face Trainer. README.md has the commands."""
 
 import gc
+import logging
 import pathlib
 import sys
 
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+
+logging.basicConfig(format="%(message)s", level=logging.INFO)  # also shows what the first batch proves
 
 MODEL = ""  # a folder or a hub name, such as "Qwen/Qwen3-0.6B"; empty: the tiny one of ../tiny_model.py
 TEXT = pathlib.Path(__file__).read_text()  # what to train on: your own text here

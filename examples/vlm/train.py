@@ -1,6 +1,7 @@
 """Fine-tunes a model of images and text with TRL's SFTTrainer. README.md has the commands."""
 
 import gc
+import logging
 import pathlib
 import sys
 
@@ -12,6 +13,8 @@ from datasets import Dataset
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from trl import SFTConfig, SFTTrainer
+
+logging.basicConfig(format="%(message)s", level=logging.INFO)  # also shows what the first batch proves
 
 MODEL = ""  # a folder or a hub name, such as "Qwen/Qwen3-VL-2B-Instruct"; empty: the tiny one of tiny_vlm.py
 

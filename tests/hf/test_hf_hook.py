@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 import os
 import pathlib
 import re
@@ -143,17 +142,6 @@ def test_enable_is_idempotent():
         assert "call ringtile.restore(trainer) first" in refusal
 
 
-def test_restore_leaves_the_log_as_it_was():
-    trainer, log = make_trainer(), logging.getLogger("ringtile")
-    before = log.level, log.handlers[:], sys.excepthook
-    with mock.patch.object(log, "hasHandlers", return_value=False):  # as in a program without pytest
-        ringtile.enable(trainer, {"tiled_mlp": True})
-    assert log.level == logging.INFO
-    assert len(log.handlers) == len(before[1]) + 1
-    ringtile.restore(trainer)
-    assert (log.level, log.handlers, sys.excepthook) == before
-
-
 def _fail_half_way():
     trainer = make_trainer()
     before = _touchable(trainer)
@@ -183,29 +171,6 @@ def test_nothing_is_patched_where_deepspeed_shards_the_sequence():
     ringtile.enable(trainer, CONFIG)
     assert _differences(before, _touchable(trainer)) == ["trainer._ringtile_session"]
     ringtile.restore(trainer)
-
-
-def _lines_of_enable(config):
-    """What enable logs on this rank."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("ringtile")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    trainer = make_trainer(per_device_train_batch_size=3)
-    ringtile.enable(trainer, config)
-    ringtile.restore(trainer)
-    logger.removeHandler(handler)
-    return lines
-
-
-def test_enable_says_in_one_line_what_it_did():
-    first, second = run_ranks(2, _lines_of_enable, {**CONFIG, "tiled_loss": True})
-    assert first == [
-        "ringtile: 2 ranks, 2 ranks share a sequence (auto); a step trains on 6 rows: 2 x 1 batches of 3; tiled_loss"
-    ]
-    assert second == []
 
 
 # ---- everything that `enable` touches -----------------------------------------------------------

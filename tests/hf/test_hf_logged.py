@@ -109,6 +109,8 @@ def _without_time(entry):
     """Numbers per second become numbers. They are logged with three decimals, and seconds with four."""
     counted = {}
     for key, value in entry.items():
+        if key.endswith("steps_per_second"):  # transformers counts each rank as one with a batch of its own
+            continue
         if key.endswith("_per_second"):
             counted[key] = round(value * entry[f"{key.split('_')[0]}_runtime"])
         elif not key.endswith(("_runtime", "_preparation_time")):

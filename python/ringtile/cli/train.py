@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import logging
 import pathlib
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def read_rows(recipe: Recipe, encoder: Encoder, key: str) -> Any:
 
 def train(recipe: Recipe) -> dict[str, Any]:
     """Trains, and returns the report of the run, the same on every rank. ConfigError: the recipe cannot run."""
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
     args = make_arguments(recipe.training)
     check_same(recipe)
     encoder, rows = make_encoder(recipe), {}

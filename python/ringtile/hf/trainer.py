@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import os
 import weakref
@@ -87,7 +86,7 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
     with failures_told(trainer.args.ddp_timeout) if shares else contextlib.nullcontext():
         patches = Patches.of(lambda patches: _install(trainer, config, patches))
     if trainer.args.process_index == 0:
-        logger.info(_summary(trainer, config))
+        logger.info("ringtile: %d ranks, %d share a sequence", trainer.args.world_size, config.context_parallel_size)
         trainers.warn_of_untried()
     return patches
 
@@ -172,8 +171,6 @@ def _with_size(config: Config, trainer: Trainer) -> Config:
 
 
 def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
-    if trainer.args.process_index == 0:
-        _show_log(patches)
     base = model.base_model(trainer.model)
     assert trainer.model is not None  # base_model has refused it otherwise
     if config.tiled_mlp or config.tiled_norm or config.stream:
@@ -202,42 +199,6 @@ def _shard(run: Enabled, patches: Patches) -> ShardedLoss:
     sharded: ShardedLoss = (LossOnRollouts if generates(run.trainer) else kind)(run, patches)
     sharded.install()
     return sharded
-
-
-def _summary(trainer: Trainer, config: Config) -> str:
-    """What was enabled, on one line."""
-    args, size = trainer.args, config.context_parallel_size
-    on = [
-        key
-        for key in ("stream", "tiled_mlp", "tiled_norm", "tiled_loss", "activation_offloading")
-        if getattr(config, key)
-    ]
-    forward = model.base_model(trainer.model).forward
-    if config.tiled_loss and "fused_lm_head" in inspect.signature(forward, follow_wrapped=False).parameters:
-        on[on.index("tiled_loss")] = "tiled_loss without effect, since TRL's own head runs in tiles"
-    if deepspeed_shards_sequences(trainer.accelerator):
-        return "; ".join([f"ringtile: {args.world_size} ranks, DeepSpeed shards the sequences", *on])
-    sharing = f"{size} ranks share a sequence ({config.layout})" if size > 1 else "no sequence is sharded"
-    rows, steps = trainer.get_total_train_batch_size(args), args.gradient_accumulation_steps
-    batches, generated = rows // (args.train_batch_size * steps), getattr(args, "generation_batch_size", None)
-    return "; ".join(
-        [
-            f"ringtile: {args.world_size} ranks, {sharing}",
-            f"a step trains on {rows} rows: {steps} x {batches} batches of {args.train_batch_size}",
-            *([f"{generated} rows are generated at once"] * bool(generated)),
-            *on,
-        ]
-    )
-
-
-def _show_log(patches: Patches) -> None:
-    """Lines of the log go to stderr while a Trainer is enabled, where the program has not set up logging."""
-    if not logger.hasHandlers():
-        handler, level = logging.StreamHandler(), logger.level
-        patches.on_restore(lambda: logger.setLevel(level))
-        patches.on_restore(lambda: logger.removeHandler(handler))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
 
 
 def _enable_when_used(trainer: Trainer, config: Config) -> None:
