@@ -112,11 +112,6 @@ def _same(model):
     return model
 
 
-def _dropping(model):
-    model.config.attention_dropout = 0.1
-    return model
-
-
 def _with_pipeline(model):
     model.config.distributed_config.pp_size = 2
     return model
@@ -126,7 +121,6 @@ def _with_pipeline(model):
     ("config", "change", "words"),
     [
         (CP2, _same, "context_parallel_size is 2 but there are 2 ranks, 1 along the data-parallel dimension"),
-        (CP2, _dropping, "uses dropout under tensor parallelism"),
         (CP2, _with_pipeline, "uses pp_size or ep_size in distributed_config; unset it"),
         (CP2, with_lora, "uses adapters under tensor parallelism"),
     ],

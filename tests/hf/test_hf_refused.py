@@ -37,10 +37,6 @@ class OwnStep(Trainer):
         return super().training_step(*args, **kwargs)
 
 
-class AsyncGRPOTrainer(Trainer):
-    """Recognized by name; TRL's own needs a server."""
-
-
 class OwnInputs(Trainer):
     """Might generate what it trains on."""
 
@@ -56,21 +52,13 @@ PARALLELISM = types.SimpleNamespace(
     cp_enabled=True, cp_size=4, tp_size=1, sp_size=1, sp_enabled=False, sp_backend="deepspeed", tp_enabled=False
 )
 TRAINERS = [
-    settings("eval_use_gather_object", eval_use_gather_object=True),
-    settings("train_sampling_strategy='batch_rebalance'", train_sampling_strategy="batch_rebalance"),
     settings("OwnLoss computes its loss from the outputs", trainer_class=OwnLoss, torch_compile=True),
     settings("OwnStep.training_step replaces that of transformers.Trainer", trainer_class=OwnStep),
     settings("OwnInputs._prepare_inputs replaces that of transformers.Trainer", trainer_class=OwnInputs),
-    settings("completions of processes of their own", trainer_class=AsyncGRPOTrainer),
     of_change("model_init", lambda trainer: setattr(trainer, "model_init", tiny_model)),
     of_change("training_step", lambda trainer: setattr(trainer, "training_step", lambda *args: None)),
     of_change(
         "tensor parallelism of size 2, not by transformers", lambda trainer: setattr(trainer.model, "_tp_size", 2)
-    ),
-    # Without an accelerator FSDP1 does not start, so accelerate only says that it has.
-    of_change(
-        "FSDP1 (fsdp_version 1)",
-        lambda trainer: setattr(trainer.accelerator.state, "fsdp_plugin", types.SimpleNamespace(fsdp_version=1)),
     ),
     of_change(
         "ParallelismConfig.cp_size is 4",

@@ -7,13 +7,12 @@ import logging
 import re
 import sys
 
-import transformers
 from transformers import Trainer
 
 from ringtile.errors import RefusedError
 from ringtile.hf.group import accelerate_knows_groups
 from ringtile.hf.liger import check_liger
-from ringtile.hf.model import adapters_of, adds_tokens, base_model, dropping, reads_rows
+from ringtile.hf.model import adapters_of, adds_tokens, base_model, reads_rows
 
 logger = logging.getLogger("ringtile")
 
@@ -35,8 +34,6 @@ _METHODS = (
     *("_prepare_context_parallel_inputs", "_prepare_inputs", "training_step", "prediction_step", "evaluation_loop"),
     *("_get_num_items_in_batch", "_track_num_input_tokens", "get_total_train_batch_size"),
 )
-_MIN_MESH = (5, 24)
-_ASYNC = {"AsyncGRPOTrainer", "AsyncDistillationTrainer"}
 
 
 def needs_full_sequences(trainer: Trainer) -> bool:
@@ -61,41 +58,20 @@ def home(trainer: Trainer, method: str) -> type:
 
 def check_trainer(trainer: Trainer) -> None:
     """Raises RefusedError where the Trainer's numbers would differ from those of one process."""
-    args, classes, tp_size = trainer.args, type(trainer).__mro__, trainer.get_tp_size()
+    tp_size = trainer.get_tp_size()
     base = base_model(trainer.model)
     is_sharded = getattr(base, "_is_distributed_loading_by_transformers", False)
     mesh = base.config.distributed_config if is_sharded else None
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     refused = {
         "axolotl's own context parallelism": (
             accelerate_knows_groups(trainer.accelerator)
-            and any(cls.__module__.startswith("axolotl.") for cls in classes),
+            and any(cls.__module__.startswith("axolotl.") for cls in type(trainer).__mro__),
             "it would shard each shard once more. plugins: [ringtile.hf.axolotl.RingtilePlugin] takes its keys over",
         ),
-        "completions of processes of their own": (
-            bool(_ASYNC & {cls.__name__ for cls in classes}),
-            "one of them feeds each rank with other rows",
-        ),
         "model_init": (trainer.model_init is not None, "it replaces the model after ringtile has prepared it"),
-        "eval_use_gather_object": (
-            args.eval_use_gather_object,
-            "ringtile drops the copies of a batch from tensors only",
-        ),
-        "train_sampling_strategy='batch_rebalance'": (
-            args.train_sampling_strategy == "batch_rebalance",
-            "it deals rows to ranks, and the ranks of a group need the same (group_by_length balances too)",
-        ),
-        "FSDP1 (fsdp_version 1)": (
-            plugin is not None and plugin.fsdp_version == 1,
-            "it was not tested; set fsdp_version: 2",
-        ),
         f"tensor parallelism of size {tp_size}, not by transformers": (
             tp_size > 1 and mesh is None,
             "load the model by from_pretrained(distributed_config=DistributedConfig(tp_size=..., fsdp_size=...))",
-        ),
-        f"distributed_config in transformers {transformers.__version__}": (
-            mesh is not None and minor_release(transformers.__version__) < _MIN_MESH,
-            "its meshes were tried from 5.24 on",
         ),
         "pp_size or ep_size in distributed_config": (
             mesh is not None and (mesh.pp_size > 1 or mesh.ep_size > 1),
@@ -104,11 +80,6 @@ def check_trainer(trainer: Trainer) -> None:
         "adapters under tensor parallelism": (
             tp_size > 1 and bool(adapters_of(trainer.model)),
             "transformers averages their gradients as if each rank held all of them",
-        ),
-        "dropout under tensor parallelism": (
-            tp_size > 1 and trainer.train_dataset is not None and bool(dropping(base)),
-            "a rank has some of the heads and channels, and would drop others than one process. Set the rates in the "
-            "model's config to 0",
         ),
     }
     for setting, (is_set, reason) in refused.items():
