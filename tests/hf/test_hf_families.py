@@ -19,7 +19,7 @@ from ringtile.hf.layers import refuse_indexers
 from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
 from ringtile.hf.model import check_model
 from ringtile.hf.patches import Patches
-from ringtile.hf.reading import BatchReader, Forward, positions_separate, read_forward
+from ringtile.hf.reading import BatchReader, positions_separate
 
 from tools.models import tiny_models
 
@@ -138,16 +138,50 @@ def test_rows_of_text_are_read(name: str) -> None:
         )
 
 
-def test_a_forward_without_source_that_makes_masks_is_not_known() -> None:
+def test_a_class_of_the_users_that_makes_masks_is_not_known() -> None:
     names: dict[str, Any] = {}
     exec("def forward(self, x): return create_causal_mask(x)\ndef silent(self, x): return x", names)
     unread, silent = (type("Made", (torch.nn.Module,), {"forward": names[name]}) for name in ("forward", "silent"))
-    assert read_forward(unread) == Forward(is_unread=True)
-    assert read_forward(silent) == Forward()
     model = tiny_models.tiny_model(tiny_models.tiny_config("llama"))
+    model.add_module("made", silent())
     assert positions_separate(model)
     model.add_module("made", unread())
     assert positions_separate(model) is None
+
+
+def _hands_positions(forward: ast.AST) -> bool:
+    """Whether every causal mask that a forward makes is made from position ids."""
+    knows = {  # mask_kwargs = {..., "position_ids": position_ids}
+        name.id: any(isinstance(key, ast.Constant) and key.value == "position_ids" for key in node.value.keys)
+        for node in ast.walk(forward)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+        for name in node.targets
+        if isinstance(name, ast.Name)
+    }
+    calls = [call for call in ast.walk(forward) if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)]
+    return all(
+        any(
+            keyword.arg == "position_ids"
+            or (keyword.arg is None and isinstance(keyword.value, ast.Name) and knows.get(keyword.value.id, True))
+            for keyword in call.keywords
+        )
+        for call in calls
+        if isinstance(call.func, ast.Name) and (call.func.id.endswith("causal_mask") or call.func.id == "mask_function")
+    )
+
+
+@pytest.mark.skipif(not transformers.__version__.startswith("5.24"), reason="the lists are of 5.24")
+def test_classes_that_join_documents_or_take_rows_of_text_are_listed() -> None:
+    joins, takes, makes = {"HunYuanVLTextModel"}, set(), set()
+    for source in sources().values():
+        for cls in ast.walk(ast.parse(source)):
+            for method in cls.body if isinstance(cls, ast.ClassDef) else ():
+                if isinstance(method, ast.FunctionDef) and method.name == "forward":
+                    text = ast.unparse(method)
+                    joins |= {cls.name} if not _hands_positions(method) else set()
+                    takes |= {cls.name} if "position_ids.shape[0] == 4" in text else set()
+                    makes |= {cls.name} if "expand(4, position_ids" in text else set()
+    assert (joins, takes, makes) == (families.JOIN_DOCUMENTS, families.TAKE_TEXT_ROW, families.MAKE_TEXT_ROW)
 
 
 def test_classes_that_are_refused_exist() -> None:

@@ -73,7 +73,13 @@ def _read(function: Callable[..., Any], row: _Row) -> IntervalMask:
             f"the model draws a mask with {getattr(function, '__module__', '')}.{name or function}, which ringtile "
             f"does not know as intervals; expected functions of transformers.masking_utils: {', '.join(sorted(_KNOWN))}"
         )
-    return _KNOWN[name](row, **inspect.getclosurevars(function).nonlocals)
+    try:
+        return _KNOWN[name](row, **inspect.getclosurevars(function).nonlocals)
+    except TypeError as error:
+        raise RefusedError(
+            f"transformers {transformers.__version__} draws the mask {name} from other numbers than ringtile knows "
+            f"({error}); expected transformers 5.17 to 5.24"
+        ) from error
 
 
 def _and(row: _Row, mask_functions: tuple[Callable[..., Any], ...]) -> IntervalMask:

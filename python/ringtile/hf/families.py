@@ -1,6 +1,6 @@
 """What ringtile takes for granted of transformers' models, by the name of a class: the one table of such facts.
 
-Everything else is asked of the model (its config, its modules, the source of its classes), or proved on the first
+Everything else is asked of the model (its config, its modules), or proved on the first
 batch. Attention needs no entry: all models of transformers call one interface. A new release of transformers may add
 classes to any table, or change what an entry says: `python -m tools.models` tries every type, and
 tests/hf/test_hf_families.py reads the installed release and names the first class that is not as it is written here.
@@ -48,8 +48,37 @@ UNKNOWN_RECURRENCES = {
 # Types whose own eager function computes what scaled_dot_product_attention cannot: sinks.
 EAGER_SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
 
-# Models whose causal masks must not get the position ids that they are handed: ValueError for the row that they need.
-JOIN_DOCUMENTS = frozenset({"HunYuanVLTextModel"})
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Classes of transformers 5.24 whose causal masks get no position ids: in one process, documents that these alone tell
+# apart attend each other. HunYuanVL's must not get them: ValueError for the row that they need.
+JOIN_DOCUMENTS = _names("""
+    AfmoeModel BartDecoder BigBirdModel BigBirdPegasusDecoder BioGptModel BlenderbotDecoder BlenderbotSmallDecoder
+    BlipTextModel BloomModel CLIPSegTextModel CLIPTextModel ClvpDecoder DeepseekOcr2VisionEncoder DiaDecoder
+    EvollaModel GptOssModel GraniteMoeHybridModel GroupViTTextTransformer HunYuanVLTextModel ImageGPTModel
+    InformerDecoder Kosmos2_5TextTransformer LEDDecoder LongT5Stack M2M100Decoder MarianDecoder MBartDecoder
+    MegatronBertModel MetaClip2TextModel MptModel MT5Stack MusicgenDecoder MusicgenMelodyDecoder MvpDecoder
+    NllbMoeDecoder OPTDecoder Owlv2TextTransformer OwlViTTextTransformer PegasusDecoder PegasusXDecoder PI0Model
+    Pix2StructTextModel PLBartDecoder Pop2PianoStack PPFormulaNetTextModel RemBertModel RoFormerModel
+    SeamlessM4TDecoder SeamlessM4Tv2Decoder Speech2TextDecoder SpeechT5Decoder SwitchTransformersStack T5Stack
+    TimeSeriesTransformerDecoder TimesFm2_5Model TrOCRDecoder UdopStack UMT5Stack VideoPrismTextModel XCLIPTextModel
+    XGLMModel
+""")
+
+# Classes with M-RoPE whose masks tell documents apart by a first row of text in position ids (4, B, S): those that make
+# that row themselves of ids (B, S), and all.
+MAKE_TEXT_ROW = _names("""
+    CohereCompassTextModel Qwen3_5MoeTextModel Qwen3_5TextModel Qwen3OmniMoeTalkerModel Qwen3OmniMoeThinkerTextModel
+    Qwen3VLMoeTextModel Qwen3VLTextModel Qwen4ExpTextModel
+""")
+TAKE_TEXT_ROW = MAKE_TEXT_ROW | _names("""
+    Cosmos3EdgeTextModel Ernie4_5_VLMoeTextModel Glm4vMoeTextModel Glm4vTextModel GlmImageTextModel GlmOcrTextModel
+    HYV4VLTextModel PaddleOCRTextModel Qwen2_5_VLTextModel Qwen2_5OmniTalkerModel Qwen2_5OmniThinkerTextModel
+    Qwen2VLTextModel
+""")
 
 # ---- modules that need whole sequences ----------------------------------------------------------
 

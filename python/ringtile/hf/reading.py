@@ -14,8 +14,6 @@ Shape letters: B batch, S global tokens.
 
 from __future__ import annotations
 
-import ast
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import active_batch
-from ringtile.hf.families import JOIN_DOCUMENTS
+from ringtile.hf.families import JOIN_DOCUMENTS, MAKE_TEXT_ROW, TAKE_TEXT_ROW
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.masks import positions_alone_separate, positions_restart
 from ringtile.hf.model import rotary_embeddings, text_modules
@@ -62,9 +60,9 @@ class BatchReader:
     ) -> None:
         self._name, self._causal, self._logs = type(model).__name__, causal, logs
         self.separate = hybrid or positions_separate(model, causal)  # documents, by position ids; None: not known
-        forwards = _forwards(model)
-        self.takes_rows = any(each.reads_text_row for each in forwards)  # position_ids (3 or 4, B, S)
-        self._makes_text_row = any(each.makes_text_row for each in forwards)
+        names = {cls.__name__ for cls in _classes(model)}
+        self.takes_rows = bool(names & TAKE_TEXT_ROW)  # position_ids (3 or 4, B, S)
+        self._makes_text_row = bool(names & MAKE_TEXT_ROW)
         self._said: set[str] = set()
         self._left_checked = False
         modules = list(model.modules())
@@ -196,66 +194,23 @@ def positions_separate(model: PreTrainedModel, causal: bool = True) -> bool | No
         return None if _is_flash(model) else False
     if _is_flash(model):
         return True
-    forwards = _forwards(model)
-    if any(each.joins_documents for each in forwards):
+    classes = _classes(model)
+    if JOIN_DOCUMENTS & {cls.__name__ for cls in classes}:
         return False
-    return None if any(each.is_unread for each in forwards) else True
+    return None if any(map(_is_unknown, classes)) else True
 
 
-class Forward(NamedTuple):
-    """What the forward of a class does with position ids, read in its source: releases of transformers differ."""
-
-    joins_documents: bool = False  # it makes a causal mask without them
-    reads_text_row: bool = False  # of (4, B, S) it takes the first row to tell documents apart, with M-RoPE (Qwen2-VL)
-    makes_text_row: bool = False  # and makes that row itself of ids (B, S)
-    is_unread: bool = False  # it makes masks, and has no source
+def _classes(model: PreTrainedModel) -> set[type]:
+    """Those of the modules that run for text, and the classes that they extend."""
+    return {cls for _, module in text_modules(model) for cls in type(module).__mro__}
 
 
-def _forwards(model: PreTrainedModel) -> set[Forward]:
-    """Those of the modules that run for text, and of the classes that they extend."""
-    return {read_forward(cls) for _, module in text_modules(model) for cls in type(module).__mro__}
-
-
-@functools.cache
-def read_forward(cls: type) -> Forward:
-    """What the forward that this class itself defines does."""
+def _is_unknown(cls: type) -> bool:
+    """Whether its own forward makes masks, and it is no class of transformers, which families.py lists."""
     forward = inspect.unwrap(vars(cls).get("forward", nn.Identity.forward))
-    try:
-        source = inspect.getsource(forward)
-    except (OSError, TypeError):
-        return Forward(is_unread=any(map(_makes_mask, getattr(getattr(forward, "__code__", None), "co_names", ()))))
-    tree = ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
-    text = ast.unparse(tree)
-    reads = "position_ids.shape[0] == 4" in text
-    return Forward(
-        joins_documents=cls.__name__ in JOIN_DOCUMENTS or not _hands_positions(tree),
-        reads_text_row=reads,
-        makes_text_row=reads and "expand(4, position_ids" in text,
-    )
-
-
-def _makes_mask(name: str) -> bool:
-    return name.endswith("causal_mask") or name == "mask_function"
-
-
-def _hands_positions(forward: ast.AST) -> bool:
-    """Whether every causal mask that a forward makes is made from position ids."""
-    knows = {  # mask_kwargs = {..., "position_ids": position_ids}
-        name.id: any(isinstance(key, ast.Constant) and key.value == "position_ids" for key in node.value.keys)
-        for node in ast.walk(forward)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-        for name in node.targets
-        if isinstance(name, ast.Name)
-    }
-    calls = [call for call in ast.walk(forward) if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)]
-    return all(
-        any(
-            keyword.arg == "position_ids"
-            or (keyword.arg is None and isinstance(keyword.value, ast.Name) and knows.get(keyword.value.id, True))
-            for keyword in call.keywords
-        )
-        for call in calls
-        if isinstance(call.func, ast.Name) and _makes_mask(call.func.id)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return not cls.__module__.startswith("transformers.") and any(
+        name.endswith("causal_mask") or name == "mask_function" for name in names
     )
 
 
