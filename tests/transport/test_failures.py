@@ -153,8 +153,6 @@ def test_every_survivor_hears_of_a_loss_within_a_second(lost: set[int]) -> None:
 
 def test_every_rank_hears_the_reason_of_one_that_fails() -> None:
     world = World()
-    for detector in world.detectors:
-        detector.period = 1
     world.detectors[700].fail("ValueError: a bad row", 700)
     world.kill({700})
     world.run()
@@ -165,20 +163,6 @@ def test_every_rank_hears_the_reason_of_one_that_fails() -> None:
     assert max(world.known.values()) < 1.0
     reasons = [world.detectors[rank].find(None, "", 0.0) for rank in (3, 299)]
     assert all(reason is not None and reason.reason == "ValueError: a bad row" for reason in reasons)
-
-
-def test_a_period_in_which_all_ranks_failed_and_went_on_counts_no_more() -> None:
-    world = World()
-    for detector in world.detectors:
-        detector.period = 1
-        detector.fail("ValueError: on every rank", detector.rank)
-    world.run()
-    for detector in world.detectors:
-        detector.period = 2
-    world.known.clear()
-    world.kill({5})
-    world.run()
-    assert {world.detectors[rank].find(None, "", 0.0).rank for rank in set(range(W)) - {5}} == {5}  # type: ignore[union-attr]
 
 
 # ---- over sockets -------------------------------------------------------------------------------
@@ -197,7 +181,6 @@ def connected(world_size: int) -> tuple[list[FailureDetector], list[sockets.Sock
         FailureDetector(rank, world_size, neighbors(rank, world_size), channel) for rank, channel in enumerate(channels)
     ]
     for detector in detectors:
-        detector.period = 1
         detector.listen()
     return detectors, channels
 

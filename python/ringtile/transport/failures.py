@@ -14,7 +14,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ringtile.transport.agreement import HEADER_BYTES, PeerGoneError, in_header
@@ -23,7 +23,6 @@ from ringtile.transport.sockets import SocketChannel
 MAX_NEIGHBORS = 12
 _RELAY_SECONDS = 0.5  # how long a rank whose own neighbors are there waits for notices of others
 _NOBODY = -1
-_FOR_EVER = -1  # the period of a notice that a connection has ended
 
 
 def neighbors(rank: int, world_size: int) -> list[int]:
@@ -51,23 +50,17 @@ class Loss(NamedTuple):
 class Notice(NamedTuple):
     """A rank fails, or has lost one. by: that rank; lost: the rank that is lost, _NOBODY if it does not know yet.
 
-    period: the number of the period of work in which it says so; a loss counts in no other one. left: it said so
-    before, and will not come back: whoever still waits for it waits in vain.
+    fails: whether it fails itself; else it passes on that a connection has ended.
     """
 
     by: int
-    period: int
+    fails: bool
     lost: int
     reason: str
-    left: bool = False
 
 
 class FailureDetector:
-    """One rank's part: what it has heard, and what it passes on. channel: to its neighbors, if it has any.
-
-    period: how often this rank has failed and then begun work again. Ranks fail together, so all of them count alike;
-    notices of an earlier period count no more. hear_left: called when a neighbor says in this one that it has left.
-    """
+    """One rank's part: what it has heard, and what it passes on. channel: to its neighbors, if it has any."""
 
     def __init__(
         self,
@@ -77,13 +70,11 @@ class FailureDetector:
         channel: SocketChannel | None = None,
     ) -> None:
         self.rank = rank
-        self.period = 0
         self.neighbors = neighbors
         self._knows_all = len(neighbors) == world_size - 1
-        self.hear_left: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
-        self._notices: dict[int, Notice] = {}  # the first of a loss by period, in the order in which they came
-        self._spoke: dict[int, int] = {}  # by neighbor, the last period in which it has failed too
+        self._notice: Notice | None = None  # the first of a loss
+        self._spoke: set[int] = set()  # the neighbors that have failed too
         self._ended: dict[int, str] = {}  # by neighbor whose connection has ended, how
         self._channel = channel
         self._listener = threading.Thread(target=self._listen, name="ringtile failures", daemon=True)
@@ -132,35 +123,34 @@ class FailureDetector:
     def hear(self, peer: int, notice: Notice) -> None:
         """Take in what a neighbor says."""
         with self._changed:
-            if notice.by == peer and notice.period != _FOR_EVER:
-                self._spoke[peer] = notice.period
+            if notice.by == peer and notice.fails:
+                self._spoke.add(peer)
         self._take(notice, is_loss=notice.lost != _NOBODY)
-        if notice.left and notice.period == self.period:
-            self.hear_left()
 
     def hear_end(self, peer: int, reason: str) -> None:
         """Take in that a neighbor's connection has ended."""
         with self._changed:
             self._ended[peer] = reason
         # A rank that has failed too leaves; it is not the cause.
-        self._take(Notice(self.rank, _FOR_EVER, peer, reason), is_loss=self._spoke.get(peer) != self.period)
+        self._take(Notice(self.rank, False, peer, reason), is_loss=peer not in self._spoke)
 
     def _take(self, notice: Notice, is_loss: bool) -> None:
-        """Keep the first loss of a period, and pass it on."""
+        """Keep the first loss, and pass it on."""
         with self._changed:
-            is_first = is_loss and self._notices.setdefault(notice.period, notice) is notice
+            is_first = is_loss and self._notice is None
+            self._notice = notice if is_first else self._notice
             self._changed.notify_all()
         if is_first and not self._knows_all:
             self._send(notice)
 
     # ---- what this rank does --------------------------------------------------------------------
 
-    def fail(self, reason: str, lost: int = _NOBODY, *, left: bool = False) -> None:
-        """Tell all ranks that this one fails in this period, and which rank is lost, if it knows: itself, perhaps."""
-        notice = Notice(self.rank, self.period, lost, reason, left)
+    def fail(self, reason: str, lost: int = _NOBODY) -> None:
+        """Tell all ranks that this one fails, and which rank is lost, if it knows: itself, perhaps."""
+        notice = Notice(self.rank, True, lost, reason)
         with self._changed:
-            if lost != _NOBODY:
-                self._notices.setdefault(self.period, notice)
+            if lost != _NOBODY and self._notice is None:
+                self._notice = notice
         self._send(notice)
 
     def find(self, suspect: Loss | None, cause: str, seconds: float) -> Loss | None:
@@ -172,8 +162,8 @@ class FailureDetector:
         suspects = suspect is not None
         with self._changed:
             while (lost := self._heard()) is None:
-                silent = [peer for peer in self.neighbors if self._spoke.get(peer) != self.period]
-                if silent and suspect is not None and self._spoke.get(suspect.rank) == self.period:
+                silent = [peer for peer in self.neighbors if peer not in self._spoke]
+                if silent and suspect is not None and suspect.rank in self._spoke:
                     suspect = None  # it waits, too
                 left = deadline - time.monotonic()
                 if silent == [suspect.rank if suspect else None] or (not silent and self._knows_all and suspects):
@@ -192,11 +182,10 @@ class FailureDetector:
 
     def _heard(self) -> Loss | None:
         for peer, reason in self._ended.items():
-            if self._spoke.get(peer) != self.period:
+            if peer not in self._spoke:
                 return Loss(peer, reason)
-        for notice in self._notices.values():
-            if notice.period in (_FOR_EVER, self.period):
-                if notice.lost in (notice.by, self.rank) or notice.by == self.rank:
-                    return Loss(notice.by if notice.lost == self.rank else notice.lost, notice.reason)
-                return Loss(notice.lost, f"rank {notice.by} has lost it ({notice.reason})")
-        return None
+        if (notice := self._notice) is None:
+            return None
+        if notice.lost in (notice.by, self.rank) or notice.by == self.rank:
+            return Loss(notice.by if notice.lost == self.rank else notice.lost, notice.reason)
+        return Loss(notice.lost, f"rank {notice.by} has lost it ({notice.reason})")

@@ -216,10 +216,6 @@ class ProcessGroupTransport(Transport):
             self._shared.free()
         self._close_pairs()
 
-    def stop_waiting(self) -> None:
-        super().stop_waiting()
-        self._close_pairs()
-
     def _close_pairs(self) -> None:
         group = self._group()
         if group is None or "cpu" not in self._carries:

@@ -259,11 +259,6 @@ class Transport(abc.ABC):
             self._headers.close()
         self._end_messages()
 
-    def stop_waiting(self) -> None:
-        """Make this rank's waits for headers, and those of its group for messages, fail. From any thread."""
-        if self._headers is not None:
-            self._headers.close()
-
     def fail(self, op: str, reason: Exception) -> None:
         """Tell the others, in place of the header of a call, why this rank does not make it, and wait for none.
 
