@@ -601,6 +601,18 @@ def _checked(mixes=False, ignored=0, loss=_loss, **options):
     return found
 
 
+def test_a_proof_that_is_over_reads_no_count():
+    """Of items on a GPU, for which the host would wait in each micro-batch."""
+
+    class Unread:
+        def __int__(self):
+            raise AssertionError
+
+    proof = first_batch.FirstBatch(None)
+    proof._trained = True
+    proof.before(None, {}, None, num_items=Unread())
+
+
 def test_check_of_a_plain_loop():
     mask = ringtile.IntervalMask.documents([100, 300, 200])
     for options in ({}, {"layout": "contiguous"}, {"scheme": "ulysses"}, {"mask": mask}):

@@ -71,15 +71,15 @@ class FirstBatch:
         inputs: Mapping[str, Any],
         loss_of: Callable[[nn.Module, dict[str, Any]], Tensor | None],
         *,
-        num_items: int = 1,
+        num_items: Tensor | float | None = None,
         named: str = "the loss",
         numbers_of: object = None,
     ) -> None:
         """Proves a batch, if it is the first one, before the model is called on it.
 
         inputs: of the whole batch, on the model's device. loss_of(model, cut): the loss of a cut of it, which calls the
-        model; None where there is none. num_items: what the loss is divided by. named: the loss, in words. numbers_of:
-        an object besides the model whose numbers it may change.
+        model; None where there is none. num_items: what the loss is divided by, which only a proof reads. named: the
+        loss, in words. numbers_of: an object besides the model whose numbers it may change.
         RefusedError, on every rank of the group: the sharded run differs by more than rounding explains; or, under
         first_batch_check: require, nothing can be proved, of which there is else a warning. A loss that is not finite
         leaves the proof to the next batch.
@@ -91,7 +91,8 @@ class FirstBatch:
         inner = inside_engine(model)
         # What the user has wrapped around the call (a checkpoint, offloading) keeps its own tensors only.
         own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        options = {"num_items": num_items, "named": named, "averages": True}
+        count = 1 if num_items is None else int(num_items)
+        options = {"num_items": count, "named": named, "averages": True}
         try:
             with own_tensors, without_checkpoints(inner), torch.compiler.set_stance("force_eager"):
                 # In a copy of the context: variables of contextvars are set in it alone.

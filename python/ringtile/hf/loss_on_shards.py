@@ -82,7 +82,7 @@ class LossOnShards(ShardedLoss):
                 model,
                 inputs,
                 lambda model, cut: self._compute_loss(original, model, cut, False, num_items_in_batch),
-                num_items=1 if num_items_in_batch is None else int(num_items_in_batch),
+                num_items=num_items_in_batch,
                 numbers_of=self.trainer,
             )
         # As one process, on the whole batch, or as one of the ranks that share it.
