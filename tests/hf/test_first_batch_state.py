@@ -221,3 +221,23 @@ def test_without_code_of_the_users_nothing_of_theirs_is_touched():
     state.restore()
     assert Stats.n == 2
     assert not state.unknown
+
+
+class Link:
+    def __init__(self, behind):
+        self.behind, self.n = behind, 0
+
+
+def test_long_chains_and_large_arrays_of_the_users_are_no_trouble(monkeypatch):
+    monkeypatch.setattr("ringtile.first_batch.state._LARGEST", 1 << 10)
+    module = Own(lambda m: _add(m.last))
+    module.last = None
+    for _ in range(5000):
+        module.last = Link(module.last)
+    state = State(module, own_code(module))
+    assert not state.unknown
+    module.forward(module)
+    state.restore()
+    assert module.last.n == 0
+    module.data = np.zeros(1 << 10)
+    assert State(module, own_code(module)).unknown == "Own.data is a ndarray"

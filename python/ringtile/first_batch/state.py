@@ -6,6 +6,7 @@ from __future__ import annotations
 import array
 import contextlib
 import functools
+import operator
 import sys
 import types
 from collections import deque
@@ -95,20 +96,23 @@ class State:
 
     def _keep(self, x: Any, place: str, named: bool) -> None:
         """Keeps the content of x, and of what it holds. named: by code that runs, which may write it."""
-        if x is None or isinstance(x, _LASTING) or id(x) in self._seen:
-            return
-        self._seen[id(x)] = x
-        if isinstance(x, nn.Module):
-            self._module(x, place, is_own(type(x)))
-        elif isinstance(x, Tensor):
-            self._tensor(x, place)
-        elif (data := _data(x, named)) is not None:
-            undo, held = data
-            self._undo += undo
-            for each in held if len(held) <= _MOST else ():
-                self._keep(each, place, named)
-        elif named and not _lasts(type(x)):
-            self.unknown = self.unknown or f"{place} is a {type(x).__name__}"
+        waiting = [x]  # not by recursion: users' objects may be chained
+        while waiting:
+            x = waiting.pop()
+            if x is None or isinstance(x, _LASTING) or id(x) in self._seen:
+                continue
+            self._seen[id(x)] = x
+            size = int(getattr(x, "nbytes", 0)) if type(x).__module__ == "numpy" else 0
+            if isinstance(x, nn.Module):
+                self._module(x, place, is_own(type(x)))
+            elif isinstance(x, Tensor):
+                self._tensor(x, place)
+            elif self._bytes + size <= _LARGEST and (data := _data(x, named)) is not None:
+                self._undo += data[0]
+                self._bytes += size
+                waiting += data[1] if len(data[1]) <= _MOST else ()
+            elif named and not _lasts(type(x)):
+                self.unknown = self.unknown or f"{place} is a {type(x).__name__}"
 
     def _tensor(self, x: Tensor, place: str) -> None:
         self._bytes += (size := x.numel() * x.element_size())
@@ -143,8 +147,10 @@ def _data(x: Any, named: bool) -> tuple[list[Callable[[], object]], list[Any]] |
         return None  # a mapping of transformers imports what it is asked for
     if isinstance(x, dict):
         return [later(_put_back, x, dict(x))], [*x.values()]
-    if isinstance(x, list | deque | set | bytearray | array.array):
-        return [later(_refill, x, [*x])], [*x] if isinstance(x, list | deque | set) else []
+    if isinstance(x, list | deque | set):
+        return [later(_refill, x, [*x])], [*x]
+    if isinstance(x, bytearray | array.array):
+        return [later(x.__setitem__, slice(None), x[:])], []
     if isinstance(x, tuple | frozenset):
         return [], [*x]
     if isinstance(x, types.ModuleType):
@@ -186,7 +192,7 @@ def _data(x: Any, named: bool) -> tuple[list[Callable[[], object]], list[Any]] |
 def _lasts(cls: type) -> bool:
     """Whether what code does with an object of a library leaves it as it is: it is compared by its value, or code."""
     hashes: Any = cls.__hash__
-    by_value = hashes is not None and hashes is not object.__hash__
+    by_value = hashes not in (None, object.__hash__) and cls.__module__ != "ctypes"
     of_library = cls.__module__.partition(".")[0] in LIBRARIES and not cls.__module__.startswith("torch.utils")
     return by_value or of_library or hasattr(cls, "__get__") or cls.__module__ in ("logging", "torch")
 
@@ -229,9 +235,8 @@ def _put_back_class(cls: type, kept: dict[str, Any]) -> None:
 
 
 def _refill(held: Any, content: list[Any]) -> None:
-    if len(held) != len(content) or any(x is not y for x, y in zip(held, content, strict=True)):
-        while held:  # of all kinds
-            held.pop()
+    if len(held) != len(content) or not all(map(operator.is_, held, content)):
+        held.clear()
         (held.update if isinstance(held, set) else held.extend)(content)
 
 

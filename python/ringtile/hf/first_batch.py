@@ -121,7 +121,11 @@ class FirstBatch:
         images = loss.sharding.reading.besides & {name for name, value in inputs.items() if value is not None}
         code = own_code(model, ALL_ATTENTION_FUNCTIONS.values())
         with without_hooks(model) as hooks:
-            state = State(model, code, holder=numbers_of)
+            try:
+                state = State(model, code, holder=numbers_of)
+            except Exception as error:  # of an object of the user's, which does not let itself be read
+                state = State(model, [], holder=numbers_of)
+                state.unknown = f"code of yours runs in the model, and its state ({type(error).__name__}: {error})"
             is_tree, is_unknown, has_code, num_tokens = loss.group.largest_of_all(
                 *(int(key_of_tree(inputs) is not None), int(bool(state.unknown)), int(bool(code))),
                 _num_tokens(inputs, images) if images else 0,
