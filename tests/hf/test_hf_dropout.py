@@ -1,6 +1,8 @@
 """Dropout in a Trainer: each rank draws what its own tokens drop, and the ranks agree on what attention drops."""
 
 import math
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from hf_models import tiny_model, with_lora
 from hf_training import PROOF, enabled, make_trainer, train
 from oracle import kept
 from pool import run_ranks
-from ringtile import AttentionDropout
+from ringtile import AttentionDropout, RefusedError
+from ringtile.hf.features.dropout import Draws
 from ringtile.random_states import random_digest
 from torch._dynamo.utils import counters
 from transformers import AttentionInterface, AttentionMaskInterface, TrainerCallback
@@ -74,6 +77,18 @@ def test_a_resumed_run_drops_the_same_bit_for_bit(tmp_path):
     for whole, again in run_ranks(2, _resumed, CP2, str(tmp_path)):
         assert again.losses == whole.losses
         assert all(torch.equal(again.weights[name], weight) for name, weight in whole.weights.items())
+
+
+def test_a_model_that_a_loss_checkpoints_as_a_whole_is_refused():
+    """The backward could not tell of which forward pass it is."""
+    trainer = make_trainer(model=_gpt2())
+    draws = Draws(trainer, trainer.model, SimpleNamespace(size=1, device=torch.device("cpu")))
+    with (
+        mock.patch.object(torch._C, "_current_graph_task_id", return_value=1),
+        pytest.raises(RefusedError, match="has checkpointed it as a whole"),
+        draws.of(SimpleNamespace(), trainer.model),
+    ):
+        pass
 
 
 # ---- of attention, by counters ------------------------------------------------------------------

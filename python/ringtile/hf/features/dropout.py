@@ -19,9 +19,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, Trainer
 
+from ringtile.errors import RefusedError
 from ringtile.first_batch.trace import running_trace
-from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.batch import CHECKPOINTING, ShardedBatch
 from ringtile.hf.group import ContextParallelGroup
+from ringtile.hf.model import dropping
 from ringtile.hf.patches import Patches
 
 _DROPS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
@@ -40,10 +42,18 @@ class Draws:
 
     @contextlib.contextmanager
     def of(self, batch: ShardedBatch | None, model: nn.Module) -> Iterator[None]:
-        """Inside, the forward pass of a rank's part of a batch draws this rank's numbers, if it trains."""
+        """Inside, the forward pass of a rank's part of a batch draws this rank's numbers, if it trains.
+
+        RefusedError: a backward runs the whole model again, which cannot tell of which forward pass that is.
+        """
         if batch is None or not model.training:
             yield
             return
+        if torch._C._current_graph_task_id() != -1 and (what := dropping(self._base)):
+            raise RefusedError(
+                f"the model drops ({what}), and the loss has checkpointed it as a whole; expected {CHECKPOINTING} of "
+                f"the Trainer, or rates of 0"
+            )
         step = self._trainer.state.global_step
         count = self._pass[1] + 1 if self._pass[0] == step else 0
         if running_trace() is None:  # a proof drops nothing
@@ -69,8 +79,10 @@ class Draws:
     def _scale_noise(self, batch: ShardedBatch) -> None:
         """NEFTune's noise is over the root of the tokens of a row, of which its hook sees those of a shard."""
         alpha: float | None = self._trainer.neftune_noise_alpha
+        if alpha is None or running_trace() is not None:
+            return
         embeddings: Any = self._base.get_input_embeddings()
-        if alpha is not None and hasattr(embeddings, "neftune_noise_alpha") and running_trace() is None:
+        if hasattr(embeddings, "neftune_noise_alpha"):
             share = 1.0 if batch.before_language_model else batch.sequence.local_len / batch.seq_len
             embeddings.neftune_noise_alpha = alpha * math.sqrt(share)
 
