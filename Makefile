@@ -18,7 +18,7 @@
 #              ROWS="2 transformers==5.25.0" one with a new release, before the extra dev allows it)
 # make try-wheel  the wheel in a fresh venv, without a compiler: README's first script and demonstration (minutes)
 # make docs    build the documentation site into build/site, in a venv of its own (build/docs-venv); Python >= 3.11
-# make setup   .venv with everything that constraints.txt pins
+# make setup   .venv with everything that constraints.txt pins; TORCH=2.15 with another torch
 # make clean   remove the build outputs
 PYTHON ?= python3
 BIN := .venv/bin
@@ -42,6 +42,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .venv/.ready: constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) install --no-compile -r constraints.txt
+	$(if $(TORCH),$(PIP) install --no-compile "torch==$(TORCH).*")
 	touch $@
 
 build/.built: .venv/.ready setup.py pyproject.toml $(CORE)
