@@ -10,13 +10,11 @@ model without its adapters. Needs `pip install 'ringtile[train]' trl peft`.
 from __future__ import annotations
 
 import argparse
-import gc
 import random
 from typing import Any
 
 import ringtile
 import torch
-import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -74,12 +72,6 @@ def main() -> None:
     rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
     if trainer.is_world_process_zero():
         print("rewards:", *(f"{each:.2f}" for each in rewards))
-
-    ringtile.restore(trainer)
-    del trainer, model  # before the group ends, as torch's threads need it
-    gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Shape letters: P prompts, B rows (completions of all prompts), C tokens of a com
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 
 import torch
@@ -105,8 +104,6 @@ def main() -> None:
     if dist.get_rank() == 0:
         for step, (loss, reward) in enumerate(logged, 1):
             print(f"step {step}: loss {loss:.4f}, reward {reward:.3f}")
-    gc.collect()  # torch's threads end with the group, if nothing refers to it
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """Trains a causal language model on a reward with TRL's GRPOTrainer. README.md has the commands."""
 
-import gc
 import logging
 import pathlib
 import sys
 
 import ringtile
 import torch
-import torch.distributed as dist
 import yaml
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -43,10 +41,3 @@ ringtile.enable(trainer, folder / "ringtile.yaml")
 trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 if args.save_strategy != "no":
     trainer.save_model()
-
-# Torch's threads end with the group. Where something still refers to it when Python ends, they may abort the program.
-ringtile.restore(trainer)
-del trainer, model
-gc.collect()
-if dist.is_initialized():
-    dist.destroy_process_group()

@@ -1,6 +1,5 @@
 """Trains a causal language model in a plain PyTorch loop under DDP. README.md has the commands."""
 
-import gc
 import os
 import pathlib
 import sys
@@ -81,7 +80,3 @@ for step in range(STEPS):
     losses.append(total.item())
     if dist.get_rank() == 0:
         print(f"step {step + 1}: loss {losses[-1]:.4f}", flush=True)
-# Torch's threads end with the group. Where something still refers to it when Python ends, they may abort the program.
-del loss_of, mesh, model
-gc.collect()
-dist.destroy_process_group()

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import GroupName, _get_process_group_sto
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
-from ringtile.transport import shared_memory, sockets
+from ringtile.transport import at_exit, shared_memory, sockets  # noqa: F401  # at_exit registers itself
 from ringtile.transport.agreement import HANG_UP_TAG, Headers, HeaderValue, tree_neighbors
 from ringtile.transport.failures import FailureDetector, neighbors
 from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld, loopback_groups
