@@ -1,12 +1,11 @@
-"""A GRPOTrainer of a user's, whose module imports accelerate's collectives by names of its own."""
+"""A GRPOTrainer of a user's, which calls accelerate's collectives through another module."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from accelerate.utils import gather as all_rows
-from accelerate.utils import gather_object, reduce
+from own_gather import numbers_of_all, rows_of_all
 from trl import GRPOTrainer
 
 
@@ -22,8 +21,6 @@ class OwnRewards(GRPOTrainer):
         rewards = [function(prompts=prompts, completions=completions, **of_rows) for function in self.reward_funcs]
         of_functions = torch.tensor([[x if x is not None else torch.nan for x in of_one] for of_one in rewards]).T
         metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["own/rows"].append(len(gather_object(prompts)))
-        mean, total = (reduce(torch.tensor(float(len(prompts[0]))), reduction) for reduction in ("mean", "sum"))
-        metrics["own/mean"].append(mean.item())
-        metrics["own/total"].append(total.item())
-        return all_rows(of_functions.contiguous())
+        for name, number in zip(("mean", "total", "rows"), numbers_of_all(len(prompts[0]), prompts), strict=True):
+            metrics[f"own/{name}"].append(number)
+        return rows_of_all(of_functions.contiguous())

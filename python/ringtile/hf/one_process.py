@@ -1,4 +1,4 @@
-"""An accelerator in whose eyes the ranks of a context-parallel group are one process.
+"""The ranks of a context-parallel group count as one process, in accelerate and in the Trainer.
 
 Trainers count processes: they divide by their number, take the slice of the world's rows that belongs to them, and add
 up what all of them hold. The ranks of a group hold the same rows, so each row must count once.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
 from typing import Any
 
+import accelerate
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.state import AcceleratorState
 from accelerate.utils import operations, recursively_apply
 from torch import Tensor, nn
 from transformers import Trainer
@@ -29,83 +29,68 @@ from ringtile.hf.group import ContextParallelGroup, accelerate_knows_groups, dee
 from ringtile.hf.model import has_engine
 from ringtile.hf.patches import Patches
 
-# Functions of accelerate that count processes: modules import them by name, or by another one.
-COLLECTIVES = {getattr(operations, name): name for name in ("gather", "gather_object", "reduce")}
+
+def count_groups(group: ContextParallelGroup, patches: Patches) -> None:
+    """Make all of accelerate count each group as one process; the main process is still one rank.
+
+    Every Accelerator and PartialState reads the two dicts that are changed here, and every import of gather,
+    gather_object and reduce calls what is replaced. They still need every rank of the world. Raises RefusedError.
+    """
+    is_main = PartialState().is_main_process
+    for state in (PartialState(), AcceleratorState()):
+        patches.set(state, "num_processes", group.data_size)
+        patches.set(state, "process_index", group.data_index)
+    patches.set(AcceleratorState(), "parallelism_config", None)  # by which accelerate would count groups itself
+    patches.set(PartialState, "is_main_process", property(lambda state: is_main))
+    patches.set(PartialState, "use_distributed", property(lambda state: True))  # also where there is one group
+    patches.wrap(operations, "_gpu_gather_object", lambda original, object: gathered_objects(object, group.copies))
+    # accelerate decorates these: modules that have imported them hold the decorated function.
+    for name, function in (("gather", gathered), ("reduce", _reduced)):
+        _set_inner(getattr(operations, name), functools.partial(function, copies=group.copies), patches)
 
 
-class OneProcess:
-    """Everything that an Accelerator is, but for its processes: one for each group. The main process is still one rank.
+def _set_inner(decorated: Any, function: Callable[..., Any], patches: Patches) -> None:
+    """Replace what a decorated function calls, for all who have imported it."""
+    cells = dict(zip(decorated.__code__.co_freevars, decorated.__closure__ or (), strict=True))
+    cell = cells.get("function")
+    if cell is None:
+        raise RefusedError(
+            f"accelerate {accelerate.__version__} does not decorate {decorated.__name__}, so not all who have imported "
+            f"it could be served; expected accelerate >= 1.15, which ringtile is tested with"
+        )
+    original = cell.cell_contents
+    cell.cell_contents = function
+    patches.on_restore(lambda: setattr(cell, "cell_contents", original))
 
-    Its collectives need every rank of the world, as those of the accelerator do.
+
+def gathered(tensor: Any, copies: int) -> Any:
+    """Tensors (n, ...) or () -> (n * groups, ...) or (groups,), nested: of each `copies` ranks, those of the first.
+
+    A collective of the world. Raises TypeError for anything but tensors.
     """
 
-    def __init__(self, accelerator: Accelerator, group: ContextParallelGroup) -> None:
-        vars(self).update(_accelerator=accelerator, _group=group)
+    def of_tensor(rows: Tensor) -> Tensor:
+        rows = rows.contiguous() if rows.dim() else rows.clone()[None]
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows)
+        return torch.cat(parts[::copies])
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._accelerator, name, value)
-
-    dispatch_batches = False  # accelerate's dispatching loader would give each rank another batch
-    parallelism_config = None  # by which accelerate and the Trainer would count groups themselves
-
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """The same batch on every rank of a group, which reads an iterable dataset itself.
-
-        Raises RefusedError for a loader that already dispatches.
-        """
-        if isinstance(data_loader, DataLoaderDispatcher):
-            raise RefusedError(
-                "the data loader dispatches batches from rank 0, one to each rank; expected a loader that every rank "
-                "reads itself (dispatch_batches false or unset in accelerator_config)"
-            )
-        return Accelerator.prepare_data_loader(self, data_loader, *args, **kwargs)
-
-    def _prepare_device_mesh(self) -> None:
-        """None: by a mesh, accelerate would count groups itself."""
-
-    @property
-    def num_processes(self) -> int:
-        return int(self._group.data_size)
-
-    @property
-    def process_index(self) -> int:
-        return int(self._group.data_index)
-
-    def function(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """One of COLLECTIVES, for these processes. Its arguments have the names and defaults of the original."""
-        method, signature = getattr(self, COLLECTIVES[original]), inspect.signature(original)
-
-        @functools.wraps(original)
-        def function(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return method(*bound.args)
-
-        return function
-
-    def gather(self, tensor: Any) -> Any:
-        """Tensors (n, ...) or () -> (n * groups, ...) or (groups,), nested. Of a group, what its first rank holds."""
-        return one_copy(self._accelerator.gather(tensor), self._group.copies)
-
-    def gather_object(self, rows: Any) -> list[Any]:
-        """The objects of the first ranks of all groups, one list after another."""
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, rows)
-        return [row for part in parts[:: self._group.copies] for row in part]
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum, the mean or the largest of a tensor over the groups, nested. scale: for TPUs alone."""
-        over: dict[str, Callable[..., Tensor]] = {"mean": torch.mean, "max": torch.amax}
-        return recursively_apply(lambda x: over.get(reduction, torch.sum)(self.gather(x[None]), dim=0), tensor)
+    return recursively_apply(of_tensor, tensor, error_on_other_type=True)
 
 
-class OneState(OneProcess):
-    """The same of the PartialState that a Trainer's arguments count by. Who writes files stays one rank."""
+def gathered_objects(rows: list[Any], copies: int) -> list[Any]:
+    """The objects of the first of each `copies` ranks, one list after another. A collective of the world."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, rows)
+    return [row for part in parts[::copies] for row in part]
 
-    process_index = property(lambda self: self._accelerator.process_index)
+
+def _reduced(tensor: Any, reduction: str = "mean", scale: float = 1.0, *, copies: int) -> Any:
+    """The mean, the sum or the largest of tensors over the groups, nested. scale: for TPUs alone."""
+    over: dict[str, Callable[..., Tensor]] = {"mean": torch.mean, "max": torch.amax}
+    return recursively_apply(
+        lambda x: over.get(reduction, torch.sum)(gathered(x[None], copies), dim=0), tensor, error_on_other_type=True
+    )
 
 
 # ---- a Trainer -----------------------------------------------------------------------------------
@@ -119,13 +104,13 @@ class Groups:
 
     def __init__(self, trainer: Trainer, group: ContextParallelGroup, patches: Patches) -> None:
         self.trainer, self.group, self.patches = trainer, group, patches
-        self.accelerator = trainer.accelerator  # which stands for the trainer's inside a loss of its own
+        self._counting: Patches | None = None  # inside `as_one_process`
         self._evaluated_rows = -1  # of the last batch of an evaluation
         self._evaluated = 0  # batches of it
         self._evaluates = False  # inside prediction_step
 
     def install(self) -> None:
-        trainer, accelerator = self.trainer, self.accelerator
+        trainer, accelerator = self.trainer, self.trainer.accelerator
         self.patches.wrap(trainer, "evaluation_loop", self._evaluation_loop)
         self.patches.wrap(trainer, "prediction_step", self._prediction_step)
         self.patches.wrap(accelerator, "gather_for_metrics", self._gather_for_metrics)
@@ -140,8 +125,8 @@ class Groups:
 
     @contextlib.contextmanager
     def as_one_process(self) -> Iterator[None]:
-        """Inside, the Trainer and the modules of its class and of its bases see a group as one process."""
-        if isinstance(self.trainer.accelerator, OneProcess):
+        """Inside, accelerate and the Trainer see a group as one process."""
+        if self._counting is not None:
             yield
             return
         self._counting = Patches.of(self._count_groups)
@@ -149,29 +134,26 @@ class Groups:
             yield
         finally:
             self._counting.restore()
+            self._counting = None
 
     @contextlib.contextmanager
     def as_ranks(self) -> Iterator[None]:
         """Inside `as_one_process`, for code that is given the rows of one rank: it sees each rank again."""
+        assert self._counting is not None
         self._counting.restore()
-        yield
-        self._counting = Patches.of(self._count_groups)
+        try:
+            yield
+        finally:
+            self._counting = Patches.of(self._count_groups)
 
     def _count_groups(self, patches: Patches) -> None:
         if self.group.size == 1:
             return
-        trainer, one = self.trainer, OneProcess(self.trainer.accelerator, self.group)
-        patches.set(trainer.args, "distributed_state", OneState(trainer.args.distributed_state, self.group))
+        is_first = self.trainer.is_world_process_zero()
+        patches.set(self.trainer, "is_world_process_zero", lambda: is_first)  # who writes files stays one rank
         if self.group.tp_size > 1:  # by which the Trainer divides what it takes for a count of all ranks
-            patches.set(trainer, "get_tp_size", lambda: 1)
-        vllm = getattr(trainer, "vllm_generation", None)
-        for owner in [trainer] + [vllm] * (vllm is not None):
-            patches.set(owner, "accelerator", one)
-        homes = {cls.__module__ for owner in (trainer, vllm) for cls in type(owner).__mro__} & sys.modules.keys()
-        for module in [sys.modules[home] for home in homes]:
-            for name, value in list(vars(module).items()):
-                if isinstance(value, FunctionType) and value in COLLECTIVES:
-                    patches.set(module, name, one.function(value))
+            patches.set(self.trainer, "get_tp_size", lambda: 1)
+        count_groups(self.group, patches)
 
     def in_one_process(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the Trainer's that counts processes."""
@@ -220,16 +202,14 @@ class Groups:
                         lambda x: x.detach().reshape(x.shape or (1,)), input_data, error_on_other_type=True
                     )
                     if all_there
-                    else self.accelerator.gather(input_data)
+                    else gathered(input_data, group.tp_size if in_parts else group.copies)
                 )
         except TypeError as error:
             raise RefusedError(
                 f"gather_for_metrics of objects, of a {type(input_data).__name__}; expected tensors: from nothing else "
                 f"does ringtile drop the copies of the ranks that share a sequence"
             ) from error
-        if not all_there:
-            found = one_copy(found, group.tp_size if in_parts else group.copies)
-        state = self.accelerator.gradient_state
+        state = self.trainer.accelerator.gradient_state
         # A stream does not say how many rows are left. In one process accelerate counts those of its last batch.
         left = self._evaluated_rows if state.remainder < 0 and group.data_size == 1 else state.remainder
         if not state.end_of_dataloader or left <= 0:
@@ -238,7 +218,21 @@ class Groups:
         return recursively_apply(lambda rows: rows[:kept], found)
 
     def _prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        return OneProcess(self.trainer.accelerator, self.group).prepare_data_loader(data_loader, *args, **kwargs)
+        """The same batch on every rank of a group, which reads an iterable dataset itself.
+
+        Raises RefusedError for a loader that already dispatches.
+        """
+        if isinstance(data_loader, DataLoaderDispatcher):
+            raise RefusedError(
+                "the data loader dispatches batches from rank 0, one to each rank; expected a loader that every rank "
+                "reads itself (dispatch_batches false or unset in accelerator_config)"
+            )
+        accelerator: Accelerator = self.trainer.accelerator
+        with self.as_one_process(), contextlib.ExitStack() as stack:
+            stack.callback((for_call := Patches()).restore)
+            for_call.set(accelerator.dataloader_config, "dispatch_batches", False)  # each rank would get another batch
+            for_call.set(accelerator, "_prepare_device_mesh", lambda: None)  # by a mesh, it would count groups itself
+            return original(data_loader, *args, **kwargs)
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keeps one copy of each row: the ranks of a group evaluate the same rows."""
@@ -270,15 +264,3 @@ class Groups:
             del bare._is_accelerate_prepared
             if (original := vars(bare).pop("_original_forward", None)) is not None:  # mixed precision has wrapped it
                 bare.forward = original
-
-
-def one_copy(data: Any, copies: int) -> Any:
-    """Tensors (n * ranks, ...) of all ranks -> (n * ranks / copies, ...): of each `copies` ranks, the rows of the
-    first."""
-
-    def of_tensor(rows: Tensor) -> Tensor:
-        different = dist.get_world_size() // copies
-        each = rows.size(0) // (different * copies)
-        return rows.reshape(different, copies, each, *rows.shape[1:])[:, 0].flatten(0, 1)
-
-    return data if copies == 1 else recursively_apply(of_tensor, data)

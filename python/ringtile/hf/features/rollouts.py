@@ -91,6 +91,8 @@ class LossOnRollouts(LossOnSequences):
         self.patches.wrap(trainer, "_generate_single_turn", self._generate)
         if getattr(trainer, "rollout_func", None) is not None:
             self.patches.wrap(trainer, "rollout_func", self._roll_out)
+        if hasattr(trainer, "_calculate_rewards"):
+            self.patches.wrap(trainer, "_calculate_rewards", self._check_rewards)
         if hasattr(trainer.args, "generation_batch_size"):
             patches.set(trainer.args, "generation_batch_size", rows)
         patches.set(trainer, "_logs", _with_length(trainer._logs, rows))
@@ -210,6 +212,17 @@ class LossOnRollouts(LossOnSequences):
                 return rewards
 
         return reward
+
+    def _check_rewards(self, original: Callable[..., Any], inputs: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
+        """RefusedError: rewards of other rows than those of all groups, which an own method has gathered by torch."""
+        rewards = original(inputs, *args, **kwargs)
+        if len(rewards) != (rows := len(inputs) * self.group.data_size):
+            raise RefusedError(
+                f"{type(self.trainer).__name__}._calculate_rewards returns {len(rewards)} rows; expected {rows}, "
+                f"{len(inputs)} of each of {self.group.data_size} groups of ranks: gather them by accelerate, which "
+                f"counts a group as one process, not by torch.distributed"
+            )
+        return rewards
 
     def _score_rows(self, original: Callable[..., Any], **inputs: Tensor) -> Any:
         """The reward model on the rows of this rank, and the logits of all rows of the group."""
