@@ -124,16 +124,53 @@ class OwnRMSNorm(nn.Module):
         dims = {"over tokens": (-2, -1), "over all": tuple(range(x.dim())), "over rows": (0, -1)}.get(self.how, -1)
         if self.how == "writes" and self.training:
             self.seen.add_(x.detach().square().mean())
+        if self.how == "drops":
+            x = nn.functional.dropout(x, 0.1, self.training)
+        if self.how == "unpacks":
+            B, S, D = x.shape
+            x = x.view(B * S, D)
         factor = torch.rsqrt(x.float().square().mean(dims, keepdim=True) + 1e-6)
-        return self.weight * (x.float() * factor).to(x.dtype)
+        y = self.weight * (x.float() * factor).to(x.dtype)
+        if self.how == "unpacks":
+            y = y.view(B, S, D)
+        return (y, x) if self.how == "with its input" else y
 
 
-@pytest.mark.parametrize("how", ["over tokens", "over all", "over rows", "writes"])
+@pytest.mark.parametrize("how", ["unpacks", "with its input"])
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_a_norm_of_other_forms_is_the_same_in_tiles(
+    how: str, has_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that unpacks (B, S, D), and one that returns its input too: outputs and gradients of each row are alone."""
+    monkeypatch.setattr(of_norms, "_has_kernel", lambda x: has_kernel)
+    norm = type("MyRMSNorm", (OwnRMSNorm,), {})(how)
+    inputs = torch.randn(2, 2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+    x, upstream = inputs[0].clone().requires_grad_(), inputs[1]
+
+    def of_all() -> list[Any]:
+        output = norm(x)
+        y, *residual = output if isinstance(output, tuple) else (output,)
+        assert len(residual) == (how == "with its input")
+        sum([y * upstream, *residual]).sum().backward()
+        gradients = [x.grad, norm.weight.grad]
+        x.grad = norm.weight.grad = None
+        return [y.detach(), *(each.detach() for each in residual), *gradients]
+
+    whole = of_all()
+    patches = tile_norms(nn.ModuleList([norm]), tile_tokens=2)
+    tiled = of_all()
+    patches.restore()
+    for got, expected in zip(tiled, whole, strict=True):  # a weight's gradient is a sum over rows in another order
+        torch.testing.assert_close(got, expected, rtol=0, atol=2 * TOKENS * 2.0**-23 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("how", ["over tokens", "over all", "over rows", "writes", "drops"])
 @pytest.mark.parametrize("shape", [(2, TOKENS, WIDTH), (2, TOKENS, 3, WIDTH)])
 def test_a_norm_that_is_none_is_refused_in_its_first_call(how: str, shape: tuple[int, ...]) -> None:
     model = nn.ModuleDict({"norm": type("MeanRMSNorm", (OwnRMSNorm,), {})(how)})
     patches = tile_norms(model, tile_tokens=2)
-    what = "writes into its module" if how == "writes" else "another output for a row beside others than alone"
+    draws = "draws random numbers or writes into its module"
+    what = draws if how in ("writes", "drops") else "another output for a row beside others than alone"
     for _ in range(2):
         with pytest.raises(RefusedError, match=rf"the forward of norm \(MeanRMSNorm\) .*{what}.*tiled_norm: false"):
             model["norm"](torch.randn(shape))

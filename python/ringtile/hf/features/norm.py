@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ringtile.errors import RefusedError
+from ringtile.errors import RefusedError, with_kind
 from ringtile.hf.batch import STREAMED
 from ringtile.hf.feature import Feature
 from ringtile.hf.liger import from_liger
@@ -25,6 +25,7 @@ from ringtile.hf.patches import Patches
 from ringtile.hf.tiled_forward import TiledForward, own_forward
 from ringtile.tiled.mlp import run_tiles
 from ringtile.tiled.module_state import ModuleState
+from ringtile.tiled.replay import as_tuple
 from ringtile.tiled.tiles import check_tile_tokens, tile_limit
 
 
@@ -103,29 +104,34 @@ class _TiledNorm(TiledForward):
         return run_tiles(module, self.own_forward, x, min(rows, limit or rows), use_original_mlp=True)
 
     def _check(self, module: nn.Module, x: Tensor) -> None:
-        """RefusedError: the forward mixes rows, or writes into the module: in tiles it would compute something else.
+        """RefusedError: the forward mixes rows, draws or writes, or fails on a row: tiles would compute something else.
 
-        Looked at once for each class, mode and number of dims, on two rows of each leading dim. A name that ends with
-        RMSNorm promises nothing.
+        Looked at once for each class, mode and number of dims, on two rows of each leading dim, then on each row with
+        as many dims, as in tiles. A name that ends with RMSNorm promises nothing.
         """
         kind, known = (module.training, x.dim()), _local.setdefault(type(module), set())
         if kind in known or type(x) not in (Tensor, nn.Parameter) or x.is_meta or _is_captured(x):
             return
         state, shape = ModuleState(module), (*[2] * (x.dim() - 1), x.size(-1))
+        problem = ""
         with torch.no_grad():
             numbers = torch.arange(1, 1 + math.prod(shape), device=x.device, dtype=torch.float32)
             some = ((0.7 * numbers).sin() * numbers.sqrt()).reshape(shape).to(x.dtype)
-            whole, alone = (
-                self.own_forward(module, some),
-                [self.own_forward(module, row) for row in some.view(-1, 1, x.size(-1))],
-            )
-        changed = state.put_back()
-        difference = (whole.flatten(0, -2).double() - torch.cat(alone).double()).abs().amax()
-        if changed or not difference <= 32 * torch.finfo(x.dtype).eps * whole.double().abs().amax():
-            what = "writes into its module" if changed else "computes another output for a row beside others than alone"
+            try:
+                whole = _rows(self.own_forward(module, some))
+                alone = [
+                    _rows(self.own_forward(module, row)) for row in some.view(-1, *[1] * (x.dim() - 1), x.size(-1))
+                ]
+                if not all(map(_near, whole, map(torch.cat, zip(*alone, strict=True)))):
+                    problem = "computes another output for a row beside others than alone"
+            except Exception as error:
+                problem = f"fails on rows of {tuple(shape)}, or on one alone ({with_kind(error)})"
+        if state.put_back():
+            problem = "draws random numbers or writes into its module"
+        if problem:
             raise RefusedError(
-                f"tiled norm: the forward of {self.name} ({type(module).__name__}) {what}; expected an RMSNorm, which "
-                "treats each row of the last dim alone: set tiled_norm: false"
+                f"tiled norm: the forward of {self.name} ({type(module).__name__}) {problem}; expected an RMSNorm, "
+                "which treats each row of the last dim alone: set tiled_norm: false"
             )
         known.add(kind)
 
@@ -152,6 +158,8 @@ class _TiledNorm(TiledForward):
         vars(twin).update(vars(module), _parameters={"weight": weight})
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             expected = self.own_forward(twin, some)
+            if not isinstance(expected, Tensor):
+                return None
             for eps in {each for each in vars(module).values() if isinstance(each, float) and 0 < each < 1}:
                 found = functional.rms_norm(some, some.shape[-1:], weight, eps)
                 # A mean of n positive terms has log2 n roundings, half of which its root keeps; three products have 3.
@@ -159,6 +167,17 @@ class _TiledNorm(TiledForward):
                 if found.dtype == expected.dtype and bool(near.all()):
                     return eps
         return None
+
+
+def _rows(output: Any) -> list[Tensor]:
+    """The outputs of a norm, (rows, D) each."""
+    return [x.flatten(0, -2) for x in as_tuple(output)]
+
+
+def _near(whole: Tensor, alone: Tensor) -> bool:
+    """Whether rows beside others are those alone, but for rounding."""
+    largest = 32 * torch.finfo(whole.dtype).eps * whole.double().abs().amax()
+    return whole.shape == alone.shape and bool((whole.double() - alone.double()).abs().amax() <= largest)
 
 
 def _has_kernel(x: Tensor) -> bool:
