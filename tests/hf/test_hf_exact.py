@@ -64,6 +64,17 @@ def packed_with_seq_idx(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return batch
 
 
+def with_jumps(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Padded rows whose positions jump forward once, each a document still (PoSE, arXiv:2309.10400)."""
+    batch = Padded()(rows)
+    places = torch.arange(batch["input_ids"].size(1))
+    return {**batch, "position_ids": (places + 40 * (places >= 5)).repeat(len(rows), 1)}
+
+
+def of_full_masks() -> dict[str, Any]:
+    return {"model": tiny_model(is_causal=False).train()}
+
+
 def in_float64() -> dict[str, Any]:
     """Muon rounds gradients to bfloat16, so that one of float32 that differs in its last bit may move a weight by 2^-8
     of the step, on one process too."""
@@ -98,6 +109,9 @@ TRAINER = [
     Cell("learned positions", {"family": "opt", "collator": Padded("left"), "evaluate": True}),
     Cell("keywords dropped in checkpoints", {"family": "stablelm", "gradient_checkpointing": True}),
     Cell("documents named for flash attention", {"collator": packed_with_seq_idx}, {"layout": "per_document"}),
+    Cell("positions that jump", {"collator": with_jumps}),
+    Cell("a decoder with full masks", made=of_full_masks),
+    Cell("a decoder with full masks, loss of sequences", {"trainer_class": ZLoss}, made=of_full_masks, long=True),
     Cell("tiles, packed", {"collator": packed, "evaluate": True}, TILED),
     # test_hf_attention.py has logits of windows and of layouts.
     Cell(

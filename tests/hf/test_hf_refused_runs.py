@@ -71,7 +71,14 @@ def with_hole(trainer):
     trainer.compute_loss(model, {"input_ids": ids, "labels": ids, "attention_mask": hole})
 
 
+def with_full_masks(trainer):
+    model = trainer.accelerator.prepare(trainer.model)
+    ids = torch.ones(1, 8, dtype=torch.long)
+    trainer.compute_loss(model, {"input_ids": ids, "labels": ids, "is_causal": False})
+
+
 RUNS = [
+    Refusal("full masks in one call", "is called with is_causal=False, and its config says True", use=with_full_masks),
     of_change(
         "ranks 0 and 1 share a sequence but got different batches", rank_dependent_rows, error="RingMismatchError"
     ),
@@ -123,13 +130,6 @@ def loaded_with_flash(trainer):
     trainer.model.set_attn_implementation = lambda names: switch("sdpa" if names[""] == flash else names)
 
 
-def looks_ahead() -> nn.Module:
-    """transformers makes full masks; its layers decide where there is no padding."""
-    model = tiny_encoder("llama", classes=True)
-    model.config.is_causal = False
-    return model
-
-
 WORDS = {"collator": Labeled(Padded(), classes=True)}
 
 
@@ -139,7 +139,6 @@ def of_encoder(words: str, prepare: Any) -> Refusal:
 
 ENCODERS = [
     of_encoder("the loss is", twice_the_loss),
-    Refusal("layers that are causal under full masks", "self_attn", WORDS, lambda: {"model": looks_ahead()}),
     of_encoder("the batch holds shift_labels", shifted_too),
     of_encoder("whether the attention of ModernBertForTokenClassification sees them is not known", loaded_with_flash),
 ]

@@ -9,7 +9,7 @@ import pytest
 import ringtile
 import torch
 from hf_models import tiny_model
-from hf_training import PROOF, TOLERANCE, Padded, assert_equal_training, make_trainer, train
+from hf_training import PROOF, TOLERANCE, Padded, assert_equal_training, enabled, make_trainer, train
 from kernels_off import kernels_off
 from pool import run_ranks
 from ringtile.hf import attention, trainers
@@ -86,6 +86,18 @@ def _num_processes():
 
 def test_a_group_counts_as_one_process_inside_a_step():
     assert run_ranks(2, _num_processes) == [[1, 2], [1, 2]]
+
+
+def _seeds_of_workers():
+    """By which index of a process the workers of the training's loader are seeded."""
+    trainer = make_trainer(dataloader_num_workers=2)
+    with enabled(trainer, CONFIG):
+        return trainer.get_train_dataloader().base_dataloader.worker_init_fn.keywords["rank"]
+
+
+def test_workers_of_a_group_are_seeded_alike():
+    """What they draw, such as masks, is the same on ranks that share a sequence."""
+    assert run_ranks(4, _seeds_of_workers) == [0, 0, 1, 1]
 
 
 # ---- rows longer than the model was made for -------------------------------------------------------

@@ -76,8 +76,8 @@ def mask_of_layer(module: nn.Module, options: Mapping[str, Any]) -> LayerMask:
 
 
 def is_causal(module: nn.Module) -> bool:
-    """Whether an attention module attends no later token, as transformers' own attention functions read it."""
-    return bool(getattr(module, "is_causal", True))
+    """Whether an attention module attends no later token. transformers draws the masks of all by config.is_causal."""
+    return bool(getattr(module, "is_causal", True) and getattr(getattr(module, "config", None), "is_causal", True))
 
 
 def _mask_of(config: Any, kind: str, causal: bool) -> LayerMask:

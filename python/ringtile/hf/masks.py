@@ -136,7 +136,7 @@ def _of_attention_mask(
         raise InputError(f"attention_mask is {tuple(attention_mask.shape)}; expected ({batch_size}, {seq_len})")
     ids = attention_mask.to(torch.int64)
     if position_ids is not None and seq_len > 1:
-        restarts = position_ids.diff(dim=1) != 1
+        restarts = position_ids.diff(dim=1) < 1  # ids that jump forward, as in PoSE, separate nothing beside a mask
         same_document = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0)
         if bool((restarts & same_document & ~begins).any()):
             raise RefusedError(

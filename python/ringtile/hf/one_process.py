@@ -118,6 +118,8 @@ class Groups:
             self.patches.wrap(trainer, "_track_num_input_tokens", self.in_one_process)
         self.patches.wrap(trainer, "_get_num_items_in_batch", self._count_items)
         self.patches.wrap(trainer, "_maybe_log_save_evaluate", self._follow_flags)
+        # The ranks of a group draw the same: transformers seeds the workers of a loader by the index of the process.
+        self.patches.wrap(trainer, "get_train_dataloader", self.in_one_process)
         self.patches.wrap(trainer, "get_total_train_batch_size", self.in_one_process)
         self.patches.wrap(accelerator, "prepare_data_loader", self._prepare_data_loader)
         if accelerate_knows_groups(accelerator):

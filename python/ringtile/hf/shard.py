@@ -189,6 +189,11 @@ def shard_batch(
     unknown = {
         name for name, is_known in (("token_type_ids", not causal), ("shift_labels", shifts_labels)) if not is_known
     }
+    if inputs.get("is_causal") not in (None, causal):
+        raise RefusedError(
+            f"the model is called with is_causal={inputs['is_causal']}, and its config says {causal}; expected "
+            f"config.is_causal set before ringtile.enable"
+        )
     targets = "shift_labels" if shifts_labels else "labels"
     given = {name: inputs[name] for name in reading.besides if inputs.get(name) is not None}
     _refuse(inputs, ({*PADDING, *_GLOBAL} - unknown) | reading.besides)

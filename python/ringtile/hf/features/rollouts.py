@@ -85,7 +85,6 @@ class LossOnRollouts(LossOnSequences):
         patches, rows = self.patches, self._rows_at_once(self.group.data_size)
         if (teacher := getattr(trainer, "teacher_model", None)) is not None:
             self.hook(teacher)
-        self.patches.wrap(trainer, "get_train_dataloader", self.groups.in_one_process)
         self.patches.wrap(trainer, "_prepare_inputs", self._score)
         self.patches.wrap(trainer, "_generate_and_score_completions", self._share_random_numbers)
         self.patches.wrap(trainer, "_generate_single_turn", self._generate)
