@@ -13,7 +13,6 @@ from hf_training import Padded, Stream, make_rows, make_trainer, packed
 from losses import AsTuple, LastThird
 from test_hf_exact import bart
 from test_hf_exact_models import Labeled, PackedIn
-from torch import nn
 from transformers.models.doge.modeling_doge import DogeAttention
 
 

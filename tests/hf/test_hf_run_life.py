@@ -1,6 +1,7 @@
 """A run besides its steps: compilation, metrics, checkpoints, a crash, early stop, streams that are resumed."""
 
 import json
+import logging
 import os
 import signal
 from pathlib import Path
@@ -9,10 +10,12 @@ import datasets
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from hf_engines import engine as engine_arguments
 from hf_models import tiny_model, with_lora
 from hf_training import TOLERANCE, Run, Stream, assert_equal_training, enabled, make_rows, make_trainer, packed, train
 from pool import Pool, run_ranks
+from ringtile import RefusedError, RingMismatchError
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
 
@@ -146,6 +149,97 @@ def test_early_stop_and_best_model_equal_one_process(tmp_path):
     assert loss == pytest.approx(best, rel=TOLERANCE)
     for run in run_ranks(2, _stop_early, CONFIG, str(tmp_path / "ranks")):
         assert run == pytest.approx((steps, loss, best), rel=TOLERANCE * 10)  # a learning rate of 4 magnifies rounding
+
+
+def _stop_early_apart(config, folder):
+    return _stop_early(config, f"{folder}/{dist.get_rank()}")
+
+
+def test_best_model_is_the_first_ranks_where_ranks_share_no_folder(tmp_path):
+    """transformers saves it on the first rank alone, and loads nothing on a rank that does not see it."""
+    for steps, loss, best in run_ranks(2, _stop_early_apart, CONFIG, str(tmp_path)):
+        assert steps > 2
+        assert loss == pytest.approx(best, rel=TOLERANCE)
+
+
+class ChangesWeights(TrainerCallback):
+    """On the second rank alone, when training begins, or after its first step."""
+
+    def __init__(self, when):
+        self.when = when
+
+    def change(self, model):
+        if dist.get_rank() == 1:
+            model.lm_head.weight.data[3, 4] += 2.0**-12
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if self.when == "begin":
+            self.change(model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if self.when == "end":
+            self.change(model)
+
+
+class Thaws(TrainerCallback):
+    """Trains the embedding, which was frozen before, from the second step on."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        model.model.embed_tokens.weight.requires_grad = state.global_step >= 1
+
+
+class Freezes(Thaws):
+    """The same of a weight that DDP knows: it was not frozen when the model was wrapped."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.model.embed_tokens.weight.requires_grad = False
+
+
+def _what_callbacks_did(callback, frozen):
+    """(the error, the last that was said, the embedding's norm)"""
+    trainer = make_trainer(trainer_arguments={"callbacks": [callback]}, max_steps=3)
+    weight = trainer.model.model.embed_tokens.weight
+    weight.requires_grad = not frozen
+    said = Errors()
+    logging.getLogger("ringtile").addHandler(said)
+    try:
+        with enabled(trainer, CONFIG):
+            trainer.train()
+    except (RefusedError, RingMismatchError) as error:
+        return type(error).__name__, str(error), 0.0
+    finally:
+        logging.getLogger("ringtile").removeHandler(said)
+    return "", " ".join(said.texts), float(weight.detach().norm())
+
+
+class Errors(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+DIFFER = "ranks 0 and 1 share a sequence but hold different weights: "
+
+
+def test_ranks_with_different_weights_are_named():
+    for error, said, _ in run_ranks(2, _what_callbacks_did, ChangesWeights("begin"), False):
+        assert error == "RingMismatchError"
+        assert f"{DIFFER}1 of 21, the first of them lm_head.weight" in said
+    for error, said, _ in run_ranks(2, _what_callbacks_did, ChangesWeights("end"), False):
+        assert error == ""
+        assert DIFFER in said
+
+
+def test_weight_that_ddp_does_not_know_is_refused():
+    for error, said, _ in run_ranks(2, _what_callbacks_did, Thaws(), True):
+        assert error == "RefusedError"
+        assert "model.embed_tokens.weight was frozen when train() was called" in said
+    first, second = run_ranks(2, _what_callbacks_did, Freezes(), False)
+    assert first == second
+    assert first[:2] == ("", "")
 
 
 # ---- checkpoints --------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences
 from ringtile.hf.model import check_training_model
 from ringtile.hf.one_process import Groups
 from ringtile.hf.patches import Patches
+from ringtile.hf.same_weights import SameWeights
 from ringtile.hf.shard import Sharding
 
 FEATURES = tuple(each.FEATURE for each in (towers, seam, recurrent, balancing_loss, adapters, latents, means))
@@ -86,6 +87,7 @@ class ShardedLoss(abc.ABC):
             self._same_tiles_of_head()
         if self.group.size > 1:
             self.groups.install()
+            SameWeights(self.trainer, self.group).install(self.patches)
         self.install_loss()
 
     def __deepcopy__(self, memo: Any) -> ShardedLoss:

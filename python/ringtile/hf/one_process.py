@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
