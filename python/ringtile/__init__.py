@@ -1,9 +1,9 @@
 """ringtile: train on sequences that do not fit one device; the loss curve does not change.
 
 What needs more than torch and ringtile's own kernels is loaded when it is first asked for: the Trainer layer
-(`enable`, `restore`, callbacks, `tile_mlps`, `tile_norms`, `offload_activations`) needs transformers, `Config`
-pydantic, the layer of plain PyTorch DTensors and FlexAttention, recurrent layers and tiles torch's compiler, whose
-import takes as long as torch's.
+(`enable`, `restore`, callbacks, `tile_mlps`, `tile_norms`, `offload_activations`) needs transformers, `Config` PyYAML,
+the layer of plain PyTorch DTensors and FlexAttention, recurrent layers and tiles torch's compiler, whose import takes
+as long as torch's.
 """
 
 from __future__ import annotations

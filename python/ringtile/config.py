@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import logging
+import math
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from ringtile.errors import ConfigError, InputError, shown
 from ringtile.scheme import Scheme
@@ -68,53 +70,121 @@ _SAME_BITS = {
     "layout": ("contiguous", "zigzag"),
 }
 _IN_CHUNKS = ("stream", "tiled_loss")
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Count: TypeAlias = Annotated[int, 1, 2**31 - 1]  # its least and its largest value
 
 
-class Section(BaseModel):
-    """A mapping in a YAML file with a fixed set of keys: frozen; each error is a ConfigError that names the key."""
+class Section:
+    """A mapping in a YAML file with a fixed set of keys: the base of frozen dataclasses with keyword arguments.
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, arbitrary_types_allowed=True, allow_inf_nan=False
-    )
+    given holds the keys that were set, with their values. ConfigError names each key that is unknown or missing, or
+    whose value is of a wrong type or out of range.
+    """
+
     prefix: ClassVar[str] = ""  # put before the section's keys in errors, e.g. "data."
+    given: dict[str, Any] = {}  # noqa: RUF012 (no field: a dict of each object's own)
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            first = {
-                each["loc"][:1]: each for each in reversed(error.errors())
-            }  # a union has one for each of its types
-            problems = list(first.values())[::-1]
-            said = [_explain(one, type(self)) for one in problems[:MAX_PROBLEMS]]
-            said += [f"and {len(problems) - MAX_PROBLEMS} more such keys"] * (len(problems) > MAX_PROBLEMS)
-            raise ConfigError("; ".join(said)) from None
+    def __new__(cls, **values: Any) -> Self:
+        hints, unset = get_type_hints(cls, include_extras=True), dataclasses.MISSING
+        check_types(values, {name: hints[name] for name in cls.names()}, cls.prefix)
+        for name, field in cls.__dataclass_fields__.items():
+            if name not in values and field.default is unset and field.default_factory is unset:
+                raise ConfigError(f"{cls.prefix}{name} is missing; expected a value for it")
+        section = super().__new__(cls)
+        object.__setattr__(section, "given", values)
+        return section
+
+    def __reduce__(self) -> Any:
+        return functools.partial(type(self), **self.given), ()
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return the names of all keys."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
+    def changed(self, **values: Any) -> Self:
+        """Return a copy with other values, which are not checked."""
+        copy = type(self)(**self.given)
+        for name, value in values.items():
+            object.__setattr__(copy, name, value)
+        copy.given.update(values)
+        return copy
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Section):
     """Selects what `ringtile.enable` turns on. The defaults ask for nothing, and nothing is replaced.
+
+    - context_parallel_size: ranks that share one sequence; 1 is off.
+    - layout: who holds which tokens; auto is zigzag for one document a row, balanced for more.
+    - context_parallel_scheme: how those ranks share the work of attention: ring, all_gather, ulysses, usp, usp:M, auto.
+    - keep_attention: whether checkpointed layers keep what attention and recurrences gave; auto: in a tenth of the
+      device's memory.
+    - latents: whether a ring sends latents of keys where they are fewer numbers.
+    - tiled_mlp, tiled_norm, tiled_loss: run MLPs, RMSNorms, the loss in tiles of tokens.
+    - tile_tokens: tokens of a tile of the MLP, a norm and the loss, and of a chunk of a streamed layer.
+    - stream: run layers on chunks of tokens.
+    - reproducible: the same bits on any number of ranks.
+    - shared_prefix: compute what rows of a batch begin alike with once.
+    - activation_offloading: keep the inputs of checkpointed layers in host memory.
+    - first_batch_check: compare the ranks with one process on the first batch; true is auto.
 
     ConfigError, naming the key: it is unknown, has a wrong type or value, or contradicts another key.
     """
 
-    context_parallel_size: Count = 1  # ranks that share one sequence; 1 = off
-    # Who holds which tokens: auto is zigzag for one document a row, balanced for more.
+    context_parallel_size: Count = 1
     layout: Literal["auto", "zigzag", "contiguous", "striped", "per_document", "balanced"] = "auto"
-    context_parallel_scheme: str = "ring"  # how those ranks share the work of attention: ringtile/scheme.py
-    # Whether checkpointed layers keep what attention and recurrences gave: auto, in a tenth of the device memory.
+    context_parallel_scheme: str = "ring"
     keep_attention: bool | Literal["auto"] = "auto"
-    latents: bool = True  # whether a ring sends latents of keys where they are fewer: ringtile/hf/features/latents.py
+    latents: bool = True
     tiled_mlp: bool = False
     tiled_norm: bool = False
-    tile_tokens: Count = 16384  # tokens per tile of the MLP, the norms and the loss, and per chunk of a streamed layer
+    tile_tokens: Count = 16384
     tiled_loss: bool = False
-    stream: bool = False  # run layers on chunks of tokens: ringtile/hf/features/stream.py
-    reproducible: bool = False  # the same bits on any number of ranks: docs/guide/tiling.md
-    shared_prefix: bool = False  # compute what rows of a batch begin alike with once: ringtile/hf/features/trees.py
-    activation_offloading: bool = False  # keep the inputs of checkpointed layers in host memory
-    # Compare the ranks with one process on the first batch: ringtile/hf/first_batch.py. true: auto.
+    stream: bool = False
+    reproducible: bool = False
+    shared_prefix: bool = False
+    activation_offloading: bool = False
     first_batch_check: bool | Literal["auto", "require"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.reproducible:
+            self._take_same_bits()
+        try:
+            scheme = Scheme.parse(self.context_parallel_scheme)
+            if "context_parallel_size" in self.given:  # else accelerate's ParallelismConfig may give it
+                scheme.check(self.context_parallel_size)
+        except InputError as error:
+            raise ConfigError(f"context_parallel_scheme: {error}") from None
+        if "tile_tokens" in self.given and not (self.tiled_mlp or self.tiled_norm or self.tiled_loss or self.stream):
+            raise ConfigError(
+                f"tile_tokens is {self.tile_tokens} but nothing is tiled; set tiled_mlp: true, tiled_norm: true, "
+                f"tiled_loss: true or stream: true, or remove tile_tokens"
+            )
+
+    def _take_same_bits(self) -> None:
+        """Set what `reproducible` asks for. ConfigError: a key asks for something else."""
+        for name, values in _SAME_BITS.items():
+            value = self.given.get(name, "auto")
+            value = values[0] if value == "auto" else value
+            if value not in values:
+                raise ConfigError(
+                    f"reproducible is true and {name} is {shown(value)}, whose bits depend on the number of ranks; "
+                    f"expected {' or '.join(values)}"
+                )
+            object.__setattr__(self, name, value)
+            self.given[name] = value
+        for name in _IN_CHUNKS:
+            if not getattr(self, name):
+                raise ConfigError(f"reproducible is true and {name} is not; expected {name}: true, in the same chunks")
+        for name in ("shared_prefix", "activation_offloading"):
+            if getattr(self, name):
+                raise ConfigError(f"reproducible and {name} are true, not shown to be exact; expected one of the two")
+        if (size := self.context_parallel_size) & (size - 1):
+            raise ConfigError(
+                f"reproducible is true and context_parallel_size is {size}, by which gradients are not divided without "
+                f"rounding; expected a power of two"
+            )
 
     @property
     def asks(self) -> bool:
@@ -126,50 +196,6 @@ class Config(Section):
     def attends(self) -> bool:
         """Whether attention is ringtile's."""
         return self.context_parallel_size > 1 or self.shared_prefix or self.stream
-
-    @model_validator(mode="before")
-    @classmethod
-    def _same_bits(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """What `reproducible` asks for. ValueError: a key asks for something else."""
-        if given.get("reproducible") is not True:
-            return given
-        chosen = {name: given.get(name, "auto") for name in _SAME_BITS}
-        chosen = {name: _SAME_BITS[name][0] if value == "auto" else value for name, value in chosen.items()}
-        for name, value in chosen.items():
-            if value not in _SAME_BITS[name]:
-                raise ValueError(
-                    f"reproducible is true and {name} is {shown(value)}, whose bits depend on the number of ranks; "
-                    f"expected {' or '.join(_SAME_BITS[name])}"
-                )
-        for name in _IN_CHUNKS:
-            if given.get(name) is not True:
-                raise ValueError(f"reproducible is true and {name} is not; expected {name}: true, in the same chunks")
-        for name in ("shared_prefix", "activation_offloading"):
-            if given.get(name):
-                raise ValueError(f"reproducible and {name} are true, not shown to be exact; expected one of the two")
-        size = given.get("context_parallel_size")
-        if isinstance(size, int) and size > 0 and size & (size - 1):
-            raise ValueError(
-                f"reproducible is true and context_parallel_size is {size}, by which gradients are not divided without "
-                f"rounding; expected a power of two"
-            )
-        return given | chosen
-
-    @model_validator(mode="after")
-    def _keys_agree(self) -> Config:
-        given = self.model_fields_set
-        try:
-            scheme = Scheme.parse(self.context_parallel_scheme)
-            if "context_parallel_size" in given:  # else accelerate's ParallelismConfig may give it
-                scheme.check(self.context_parallel_size)
-        except InputError as error:
-            raise ValueError(f"context_parallel_scheme: {error}") from None
-        if "tile_tokens" in given and not (self.tiled_mlp or self.tiled_norm or self.tiled_loss or self.stream):
-            raise ValueError(
-                f"tile_tokens is {self.tile_tokens} but nothing is tiled; set tiled_mlp: true, tiled_norm: true, "
-                f"tiled_loss: true or stream: true, or remove tile_tokens"
-            )
-        return self
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike[str]) -> Config:
@@ -271,14 +297,51 @@ def nearest_key(key: str, valid: Collection[str]) -> str:
     return f"expected one of {', '.join(names)}"
 
 
-def _explain(error: Any, section: type[Section]) -> str:
-    """One pydantic error as one line: the key, the value got, the value expected."""
-    key = ".".join(str(part) for part in error["loc"] if isinstance(part, int) or part == error["loc"][0])
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {section.prefix}{key[:MAX_KEY]}: {nearest_key(key, section.model_fields)}"
-    if error["type"] == "missing":
-        return f"{section.prefix}{key} is missing; expected a value for it"
-    if not key:
-        return str(error["ctx"]["error"])
-    yes = " (without quotes, YAML reads yes, on, no and off as booleans)" if isinstance(error["input"], bool) else ""
-    return f"{section.prefix}{key} is {shown(error['input'])}; expected: {error['msg']}{yes}"
+# ---- types ---------------------------------------------------------------------------------------
+
+
+def check_types(values: Mapping[str, Any], types: Mapping[str, Any], prefix: str = "") -> None:
+    """ConfigError names unknown keys, and values not of their type, as an annotation says it; nothing is converted."""
+    wrong = []
+    for name, value in values.items():
+        if name not in types:
+            wrong.append(f"unknown key {prefix}{name[:MAX_KEY]}: {nearest_key(name, types)}")
+        elif not _is_of(value, types[name]):
+            yes = " (without quotes, YAML reads yes, on, no and off as booleans)" if isinstance(value, bool) else ""
+            wrong.append(f"{prefix}{name} is {shown(value)}; expected {_in_words(types[name])}{yes}")
+    if wrong:
+        more = len(wrong) - MAX_PROBLEMS
+        raise ConfigError("; ".join(wrong[:MAX_PROBLEMS] + [f"and {more} more such keys"] * (more > 0)))
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    origin, of = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_is_of(value, each) for each in of)
+    if origin is Annotated:
+        return _is_of(value, of[0]) and bool(of[1] <= value <= of[2])
+    if origin is Literal:
+        return any(type(value) is type(each) and value == each for each in of)
+    if kind is float:
+        return type(value) is int or (type(value) is float and math.isfinite(value))
+    if kind in (int, str, bool):
+        return type(value) is kind
+    if origin is list:
+        return isinstance(value, list) and all(_is_of(each, of[0]) for each in value)
+    return isinstance(value, origin or kind)
+
+
+_IN_WORDS: dict[Any, str] = {int: "an integer", float: "a finite number", str: "text", bool: "true or false"}
+_IN_WORDS |= {dict: "a mapping", list: "a list", type(None): "nothing"}
+
+
+def _in_words(kind: Any) -> str:
+    origin, of = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return " or ".join(_in_words(each) for each in of)
+    if origin is Annotated:
+        return f"{_in_words(of[0])} of at least {of[1]}" + (f", at most {of[2]}" if of[2] < 2**31 - 1 else "")
+    if origin is Literal:
+        *first, last = (repr(each) for each in of)
+        return ", ".join(first) + " or " * bool(first) + last
+    return _IN_WORDS.get(origin or kind) or str(getattr(kind, "__name__", kind))

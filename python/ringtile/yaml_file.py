@@ -27,7 +27,7 @@ class _Loader(yaml.SafeLoader):
 
     num_merged = 0
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
             raise yaml.YAMLError(f"line {node.start_mark.line + 1}: a number of more than {MAX_DIGITS} digits")
         return super().construct_scalar(node)

@@ -72,7 +72,7 @@ OF_CUDA = {
 }
 AXES: dict[str, list[Any]] = {
     "mask": ["full", "causal", "documents-bidirectional", "window", "prefix", "chunked", *ROWS],
-    "layout": [*typing.get_args(Config.model_fields["layout"].annotation), "uneven"],
+    "layout": [*typing.get_args(typing.get_type_hints(Config)["layout"]), "uneven"],
     "scheme": [*SCHEMES],
     "option": [*OPTIONS],
     "backend": ["ringtile", "aten", "torch operations", *OF_CUDA],

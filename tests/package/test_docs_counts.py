@@ -96,7 +96,7 @@ def test_hugging_face_refuses_what_the_readme_says(package: str, file: str, sent
 
 
 def test_layouts_are_one_list() -> None:
-    assert {"auto", *CHUNKS_PER_RANK, *PADDED_LIKE} == {*typing.get_args(Config.model_fields["layout"].annotation)}
+    assert {"auto", *CHUNKS_PER_RANK, *PADDED_LIKE} == {*typing.get_args(typing.get_type_hints(Config)["layout"])}
 
 
 def test_sockets_of_a_rank_are_the_codes() -> None:

@@ -226,7 +226,7 @@ def test_streamed_layers_over_ranks_hold_attention_of_all_tokens_and_no_hidden_s
     config = Config(context_parallel_size=2, stream=True, tiled_loss=True, tile_tokens=64, **keys)
     slopes = []
     for on in (False, True):
-        setup = Setup(config_of(), devices=2, ringtile=config.model_copy(update={"activation_offloading": on}))
+        setup = Setup(config_of(), devices=2, ringtile=config.changed(activation_offloading=on))
         with TrainingStep(setup) as step:
             found, longer = step.run(512), step.run(1024)
         slopes.append((longer.total - found.total) / 256)

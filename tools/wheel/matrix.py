@@ -81,7 +81,7 @@ def lowest() -> list[str]:
     project = (ROOT / "pyproject.toml").read_text().split("[project]")[1]
     for name, version in re.findall(r'"([\w-]+)>=([\d.]+)', project):
         bounds[name] = min(version, bounds.get(name, version), key=lambda text: [int(part) for part in text.split(".")])
-    kept = (*PACKAGES[1:], "pydantic", "PyYAML")
+    kept = (*PACKAGES[1:], "PyYAML")
     return [f"{name}=={version}" for name, version in bounds.items() if name in kept]
 
 

@@ -12,7 +12,7 @@ import importlib
 import operator
 import pathlib
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -31,7 +31,7 @@ from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import cheapest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-LAYOUTS = get_args(Config.model_fields["layout"].annotation)
+LAYOUTS = get_args(get_type_hints(Config)["layout"])
 
 # --mask NAME or NAME:NUMBERS -> a mask of seq_len tokens.
 MASKS: dict[str, Callable[[int, list[int]], IntervalMask]] = {

@@ -374,4 +374,4 @@ def _json_of(setup: Any) -> dict[str, Any]:
     fields = {field.name: getattr(setup, field.name) for field in dataclasses.fields(setup)}
     fields |= {"model": setup.model.model_type, "dtype": _name_of(setup.dtype)}
     fields |= {name: fields[name] and dataclasses.asdict(fields[name]) for name in ("grpo", "images")}
-    return fields | {"ringtile": setup.ringtile.model_dump(mode="json", exclude_unset=True)}
+    return fields | {"ringtile": setup.ringtile.given}

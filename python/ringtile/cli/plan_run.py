@@ -69,7 +69,7 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
         print(
             "note: activation_checkpointing_kwargs has offload; planned as activation_offloading, which moves the same"
         )
-        keys = keys.model_copy(update={"activation_offloading": True})
+        keys = keys.changed(activation_offloading=True)
     optimizer = str(getattr(training.get("optim"), "value", training.get("optim") or "adamw_torch"))
     if optimizer not in _OPTIMIZERS:
         print(f"note: training.optim is {optimizer}; the plan counts AdamW's state, 8 bytes a parameter")
@@ -79,7 +79,7 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
         )
     if not Scheme.parse(keys.context_parallel_scheme).is_resolved:
         print(f"note: context_parallel_scheme is {keys.context_parallel_scheme}, which ranks measure; planned as ring")
-        keys = keys.model_copy(update={"context_parallel_scheme": "ring"})
+        keys = keys.changed(context_parallel_scheme="ring")
     setup = Setup(
         config,
         devices=devices,

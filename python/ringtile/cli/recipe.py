@@ -13,13 +13,12 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import pydantic
 import torch
 import torch.distributed as dist
 from transformers import HfArgumentParser, TrainingArguments
 
 from ringtile.cli.environment import world_size
-from ringtile.config import Config, Count, Section, check_keys, flat
+from ringtile.config import Config, Count, Section, check_keys, check_types, flat
 from ringtile.errors import ConfigError, refusing, shown
 from ringtile.yaml_file import read_yaml
 
@@ -27,29 +26,35 @@ SECTIONS = ("model", "data", "training")
 ENGINES = ("fsdp", "fsdp_config", "deepspeed")  # training keys of several ranks
 DEFAULTS: dict[str, Any] = {"output_dir": "out", "logging_steps": 1, "report_to": "none"}  # not transformers'
 DEFAULTS["use_cpu"] = not torch.accelerator.is_available()  # accelerate trains on several CPU ranks only with it
-Paths = Annotated[list[str], pydantic.BeforeValidator(lambda x: [x] if isinstance(x, str) else x)]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
+    """Text files and how rows are made of them. A single path stands for a list of it."""
+
     prefix = "data."
-    files: Paths = pydantic.Field(min_length=1)
-    eval_files: Paths = pydantic.Field(default_factory=list)
-    seq_len: int = pydantic.Field(ge=2)
+    files: list[str] | str
+    eval_files: list[str] | str = dataclasses.field(default_factory=list)
+    seq_len: Annotated[int, 2, 2**31 - 1]
     packing: bool = True
     text_column: str = "text"
     tokenizer: str | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("files", "eval_files"):
+            paths = getattr(self, name)
+            object.__setattr__(self, name, [paths] if isinstance(paths, str) else paths)
+        if not self.files:
+            raise ConfigError(f"data.files is {shown(self.files)}; expected one path or more")
+
 
 @functools.cache
-def training_section() -> type[Section]:
+def training_types() -> dict[str, Any]:
     """The keys of TrainingArguments with their types; two take bool, and three no number below 1, unlike annotated."""
     hints = typing.get_type_hints(TrainingArguments)
     counts = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
     hints |= dict.fromkeys(("fsdp", "resume_from_checkpoint"), bool | str | None) | dict.fromkeys(counts, Count)
-    fields: dict[str, Any] = {f.name: (hints[f.name], None) for f in dataclasses.fields(TrainingArguments) if f.init}
-    section: type[Section] = pydantic.create_model("Training", __base__=Section, **fields)
-    section.prefix = "training."
-    return section
+    return {field.name: hints[field.name] for field in dataclasses.fields(TrainingArguments) if field.init}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,20 +72,20 @@ class Recipe:
         folder = path.absolute().parent
         try:
             keys = flat(read_yaml(path))
-            check_keys(keys, {*SECTIONS, *Config.model_fields})
+            check_keys(keys, {*SECTIONS, *Config.names()})
             given = keys.get("model")
             model = {"name": given} if isinstance(given, str) else _section(keys, "model")
             if not isinstance(model.get("name", model.get("model_type")), str):
                 raise ConfigError(f"model is {shown(given)}; expected a name, or keys with model_type")
             data = DataConfig(**_section(keys, "data", default_data))
-            base, places = glob.escape(str(folder)), data.model_dump()
+            base, places = glob.escape(str(folder)), dataclasses.asdict(data)
             for key in ("files", "eval_files"):
                 places[key] = [os.path.join(base, pattern) for pattern in places[key]]
             for section, key, name in ((model, "name", model.get("name")), (places, "tokenizer", data.tokenizer)):
                 if name is not None and os.path.isdir(folder / name):
                     section[key] = str(folder / name)
             training = _section(keys, "training", {})
-            training_section()(**training)
+            check_types(training, training_types(), "training.")
             config = Config.load({key: value for key, value in keys.items() if key not in SECTIONS})
             return cls(model, DataConfig(**places), DEFAULTS | training, config)
         except ConfigError as error:
@@ -96,8 +101,8 @@ class Recipe:
     def mapping(self) -> dict[str, Any]:
         """What `load` reads, in plain types and without tokens of a hub."""
         training = {key: value for key, value in self.training.items() if not key.endswith("token")}
-        sections = {"model": self.model, "data": self.data.model_dump(), "training": training}
-        return sections | self.ringtile.model_dump(mode="json", exclude_unset=True)
+        sections = {"model": self.model, "data": dataclasses.asdict(self.data), "training": training}
+        return sections | self.ringtile.given
 
 
 def _section(keys: Mapping[str, Any], name: str, default: Any = None) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Outcome:
     """Checks the ops, then trains on all ranks and in one process; rank 0 prints a table. Status 1: a check failed."""
     recipe = Recipe.load(args.config, default_data=default_data())
-    data = recipe.data.model_copy(update={"eval_files": []})
+    data = recipe.data.changed(eval_files=[])
     recipe = dataclasses.replace(recipe, training=recipe.training | TRAINING, data=data)
     arguments = make_arguments(recipe.training)
     check_same(recipe)
@@ -126,7 +126,7 @@ def tensors_of_forward(
     for name, layer in find_layers(model).items():
         layer.register_forward_hook(lambda module, args, output, name=name: record(name, output))
     trainer: Any = Trainer(model, arguments, collate)
-    keys = recipe.ringtile.model_dump(exclude_unset=True) | {"context_parallel_size": size, "first_batch_check": False}
+    keys = recipe.ringtile.given | {"context_parallel_size": size, "first_batch_check": False}
     ringtile.enable(trainer, keys)
     with torch.no_grad(), trainer.accelerator.autocast():
         found["loss"] = trainer.compute_loss(trainer.model.eval(), trainer._prepare_inputs(collate(rows)))

@@ -8,6 +8,7 @@ MLP. The plugin reads the file first and moves the keys under `ringtile`, where 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Mapping, MutableMapping
@@ -35,6 +36,7 @@ _OFFLOADS = (True, "legacy", "hidden_states")  # the ways of axolotl's activatio
 _LOSSES = ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")  # without all logits
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Keys(Section):
     """The plugin's keys beside those of ringtile.Config: axolotl's for its tiled MLP, and a callback's."""
 
@@ -109,7 +111,7 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
             with contextlib.ExitStack() as on_failure:
                 tiles = tile_mlps(base_model(trainer.model), config.tile_tokens, number, own)
                 on_failure.callback(tiles.restore)
-                patches = enable(trainer, config.model_copy(update={"tiled_mlp": False}))
+                patches = enable(trainer, config.changed(tiled_mlp=False))
                 on_failure.pop_all()
             patches.on_restore(tiles.restore)
         # Since 0.21: for how many ranks balance_labels picks rows.
@@ -124,7 +126,7 @@ def _take(cfg: MutableMapping[str, Any]) -> dict[str, Any]:
         cfg["activation_offloading"] = True
     else:
         left.add("activation_offloading")
-    names = dict.fromkeys((*Config.model_fields, *Keys.model_fields, *TAKEN))
+    names = dict.fromkeys((*Config.names(), *Keys.names(), *TAKEN))
     return {name: cfg.pop(name) for name in names if name not in left and cfg.get(name) is not None}
 
 
@@ -203,7 +205,7 @@ def _meaning(there: dict[str, Any], key: str, meanings: Mapping[Any, str | None]
 def _split(section: Mapping[str, Any] | None) -> tuple[Config, Keys]:
     """The two kinds of keys in the mapping `ringtile`. ConfigError names the key."""
     given = flat(dict(section or {}))
-    own = {name: given.pop(name) for name in Keys.model_fields if name in given}
+    own = {name: given.pop(name) for name in Keys.names() if name in given}
     config, keys = Config.load(given), Keys(**own)
     for name in own:
         if not config.tiled_mlp:

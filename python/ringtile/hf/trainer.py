@@ -160,8 +160,8 @@ def _with_size(config: Config, trainer: Trainer) -> Config:
     """
     parallelism, size = trainer.accelerator.parallelism_config, config.context_parallel_size
     theirs = parallelism.cp_size if parallelism is not None and parallelism.cp_enabled else size
-    if "context_parallel_size" not in config.model_fields_set:
-        return Config(**config.model_dump(exclude_unset=True), context_parallel_size=theirs)
+    if "context_parallel_size" not in config.given:
+        return Config(**config.given, context_parallel_size=theirs)
     if size != theirs:
         raise ConfigError(
             f"context_parallel_size is {size} but ParallelismConfig.cp_size is {theirs}; expected the same size: set "

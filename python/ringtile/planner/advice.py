@@ -130,10 +130,10 @@ def switches(setup: Setup, seq_len: int, fits: bool = True) -> list[Switch]:
 def _tried(key: str, setup: Setup, changed: dict[str, Any], seq_len: int) -> Switch:
     """changed: fields of the setup, and keys of ringtile's."""
     config = setup.ringtile
-    keys = {name: changed[name] for name in changed.keys() & type(config).model_fields.keys()}
+    keys = {name: changed[name] for name in changed.keys() & set(config.names())}
     fields = {name: changed[name] for name in changed.keys() - keys.keys()}
     try:
-        config = type(config)(**{**config.model_dump(exclude_unset=True), **keys})
+        config = type(config)(**{**config.given, **keys})
         with TrainingStep(dataclasses.replace(setup, ringtile=config, **fields)) as step:
             return Switch(key, step.run(seq_len).total)
     except RingtileError as error:
