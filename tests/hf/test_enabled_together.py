@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hf_training import make_trainer
 from pool import run_ranks
 from ringtile import RingMismatchError, enable, restore
@@ -20,7 +21,7 @@ CP2 = {"context_parallel_size": 2}
 
 def _differs(name: str) -> str:
     """What a rank raises where rank 1 has another version, or is of another run."""
-    rank = int(os.environ["RANK"])
+    rank = dist.get_rank()
     here: Any = mock.patch.dict(os.environ, {name: f"run {rank}"})
     if name == "transformers":
         here = mock.patch.object(group.transformers, "__version__", f"5.{rank}")
@@ -41,7 +42,7 @@ def test_other_versions_and_another_run_are_named(name: str, values: tuple[str, 
 
 def _one_fails(kind: str) -> tuple[str, float, str]:
     """What a rank raises where enable fails on rank 1 alone, after how long; and whether all go on."""
-    rank, began = int(os.environ["RANK"]), time.monotonic()
+    rank, began = dist.get_rank(), time.monotonic()
     trainer = make_trainer(ddp_timeout=120)
     config: Any = {"a file": "/no/such/file.yaml", "a model": CP2 | {"tiled_mlp": True}}[kind] if rank else CP2
     if rank and kind == "a model":

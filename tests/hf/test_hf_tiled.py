@@ -202,17 +202,17 @@ def test_tiling_twice_and_strange_forwards_are_refused() -> None:
 
 def test_another_trainer_takes_over_a_model_that_was_tiled() -> None:
     """As a cell of a notebook that is run again after Ctrl-C: it makes a Trainer of the same model, and enables it."""
-    model = double_model()
+    mlps, model = {"tiled_mlp": True, "tile_tokens": 7}, double_model()
     plain, layer = loss_and_gradients(model), model.model.layers[0]
     first = make_trainer(model=model)
-    ringtile.enable(first, TILED)
+    ringtile.enable(first, mlps)
     second = make_trainer(model=model)
-    ringtile.enable(second, TILED)
+    ringtile.enable(second, mlps)
     assert layer.mlp.forward.__func__.tile_tokens == 7
     assert_same(loss_and_gradients(model), plain)
     with pytest.raises(InputError, match=r"enable was called for the model of this Trainer on another one"):
         first.train()
-    ringtile.enable(first, TILED)  # and back
+    ringtile.enable(first, mlps)  # and back
     with pytest.raises(InputError, match="on another one"):
         second.evaluate()
     del first, second
