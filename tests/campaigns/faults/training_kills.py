@@ -230,6 +230,9 @@ def _arm_in_training(rank: int, trial: Trial, folder: str) -> None:
     def train(trainer: Trainer, *args: Any, **kwargs: Any) -> Any:
         if rank == trial.victim:
             _Strike(trainer, trial, Path(folder, "struck")).arm()
+        elif trial.phase == "reduction" and trial.engine == "DDP":  # a hook of one rank alone is named in place of it
+            for parameter in trainer.model.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _: None)
         return original(trainer, *args, **kwargs)
 
     Trainer.train = train
