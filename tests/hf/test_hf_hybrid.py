@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hf_models import hybrid
+from hf_models import hybrid, tiny_model
 from hf_training import GROUP_OF_ONE, enabled, make_trainer
 from ringtile.errors import RefusedError
 from ringtile.hf.families import CACHES
@@ -42,6 +42,49 @@ def test_other_models_and_restored_ones_are_as_they_were() -> None:
         assert loss_of(model, position_ids=RESTARTING) == leaking  # outside of the Trainer's steps
     assert loss_of(model, position_ids=RESTARTING) == leaking
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+PACKED = {"input_ids": torch.arange(3, 19)[None], "labels": torch.arange(3, 19)[None], "position_ids": RESTARTING}
+
+
+def gradients_of(trainer: Trainer, batches: list[dict[str, Any]]) -> list[torch.Tensor]:
+    """Of the mean loss of all tokens with a target."""
+    trainer.model.zero_grad()
+    count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    for batch in batches:
+        trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=torch.tensor(count)).backward()
+    return [weight.grad.clone() for weight in trainer.model.parameters() if weight.grad is not None]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba", "mamba"])
+def test_documents_of_a_packed_row_are_apart_on_one_rank(family: str, checkpointing: bool) -> None:
+    """Loss and gradients are those of the documents alone, by the model's own code, in tiles or not; what is not packed
+    is the model's own, bit for bit."""
+    trainer = make_trainer(model=hybrid(family))
+    if checkpointing:
+        trainer.model.gradient_checkpointing_enable()
+    labels = PACKED["labels"].masked_fill(RESTARTING == 0, -100)
+    row = {**PACKED, "labels": labels}
+    apart = [{name: x[:, part] for name, x in row.items()} for part in (slice(6), slice(6, None))]
+    alone, joined = gradients_of(trainer, apart), gradients_of(trainer, [row])
+    tiled = {"tiled_mlp": True, "tile_tokens": 5} if family != "mamba" else {"tiled_norm": True, "tile_tokens": 64}
+    with enabled(trainer, tiled):
+        got, still_alone = gradients_of(trainer, [row]), gradients_of(trainer, apart)
+    largest = max(float(x.abs().max()) for x in alone)
+    difference = [max(float((x - y).abs().max()) for x, y in zip(alone, z, strict=True)) for z in (joined, got)]
+    assert difference[0] > 1e-2 * largest  # what transformers loses
+    assert difference[1] <= 1e-5 * largest  # sums of 16 tokens in other orders
+    for x, y in zip(alone, still_alone, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-6 * largest)
+
+
+def test_joined_documents_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    for family, times in (("qwen3_next", 1), ("llama", 0)):
+        caplog.clear()
+        model = hybrid(family) if times else tiny_model(family)
+        with enabled(make_trainer(model=model), {"context_parallel_size": 1}):
+            assert sum("of a packed row to the next" in record.getMessage() for record in caplog.records) == times
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "bamba", "mamba"])

@@ -84,6 +84,7 @@ class ShardedBatch:
     documents: IntervalMask | None = None
     whole_mask: Tensor | None = None  # (B, S): what the model then gets as its attention mask
     before_language_model: bool = False  # inside the model, where whole sequences run
+    only_recurrences: bool = False  # of one rank: whole, and recurrent layers alone keep its documents apart
     draws_masks: bool = False  # whether the model has drawn masks itself: each layer then gets one
     _chunked: dict[int, ShardedSequence] = field(default_factory=dict)
 
@@ -137,6 +138,13 @@ _inside = _Inside()
 
 def active_batch() -> ShardedBatch | None:
     """Return the batch that is inside a model in this thread; None: what is inside is not sharded, or nothing is."""
+    batch = recurrent_batch()
+    return None if batch is None or batch.only_recurrences else batch
+
+
+def recurrent_batch() -> ShardedBatch | None:
+    """Return the batch whose documents the recurrent layers of a model in this thread keep apart: the active one, or
+    one that is whole."""
     batch = _inside.batch
     return None if batch is None or batch.before_language_model else batch
 
@@ -224,7 +232,7 @@ class _Kept(functools.partial[Any]):
 def as_now() -> Callable[[], AbstractContextManager[None]]:
     """Return what to enter around something that runs now, and again in the backward: it brings the batch that is
     active now, and what attention and recurrences gave at first, as far as the batch has room for it."""
-    batch, results = active_batch(), cast("Callable[[], AbstractContextManager[None]]", contextlib.nullcontext)
+    batch, results = recurrent_batch(), cast("Callable[[], AbstractContextManager[None]]", contextlib.nullcontext)
     if batch is not None and batch.room is not None and torch.is_grad_enabled():
         results = keep.Kept(batch.room).running
 

@@ -91,6 +91,14 @@ def positions_restart(inputs: Mapping[str, Any]) -> bool:
     return bool((documents.diff(dim=-1) != 1).any())
 
 
+def is_packed(inputs: Mapping[str, Any]) -> bool:
+    """Whether anything in a batch says that a row holds several documents."""
+    attention_mask = inputs.get("attention_mask")
+    numbered = isinstance(attention_mask, Tensor) and attention_mask.dim() == 2 and bool((attention_mask > 1).any())
+    named = any(inputs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"))
+    return numbered or named or positions_restart(inputs)
+
+
 def positions_alone_separate(inputs: Mapping[str, Any]) -> bool:
     """Whether a batch packs documents that nothing but position ids which start again tells apart."""
     others = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")

@@ -18,7 +18,7 @@ from ringtile.errors import ConfigError, InputError
 from ringtile.first_batch.compare import Comparison
 from ringtile.hf import model, trainers
 from ringtile.hf.feature import Enabled
-from ringtile.hf.features import loss, mlp, norm, offload, stream, trees
+from ringtile.hf.features import loss, mlp, norm, offload, recurrent, stream, trees
 from ringtile.hf.features.rollouts import LossOnRollouts, generates
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.group import deepspeed_shards_sequences, failures_told
@@ -79,6 +79,8 @@ def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathL
             )
         return enabled.patches
     if not config.asks:
+        if trainer.args.process_index == 0 and trainer.model is not None and recurrent.recurs(trainer.model):
+            recurrent.warn_of_joined_documents(trainer.model)
         return Patches()
     if (ended := vars(trainer).pop(_ENDED, None)) is not None:
         ended.restore()
@@ -185,6 +187,8 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
     first_batch = None
     if config.attends and not deepspeed_shards_sequences(trainer.accelerator):
         first_batch = _shard(run, patches).proof
+    elif config.asks and not config.attends:
+        recurrent.keep_documents_apart(run, patches)
     session = _Session(config, patches, first_batch, weakref.ref(trainer))
     patches.set(trainer, _SESSION, session)
     for each in {base, trainer.model}:

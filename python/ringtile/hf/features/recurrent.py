@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -23,15 +24,27 @@ from transformers.activations import ACT2FN
 from ringtile import keep, ops
 from ringtile.errors import RefusedError
 from ringtile.hf.attention import WITHOUT_EFFECT, unknown_arguments
-from ringtile.hf.batch import active_batch, check_not_recomputed
+from ringtile.hf.batch import (
+    ShardedBatch,
+    activate,
+    check_not_recomputed,
+    forget_checkpoints,
+    keep_in_checkpoints,
+    main_input,
+    recurrent_batch,
+)
 from ringtile.hf.families import CACHES, MIXERS, SHORT_CUTS, UNKNOWN_RECURRENCES
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.layers import mixers
-from ringtile.hf.model import INSTEAD, text_modules
+from ringtile.hf.masks import is_packed, mask_of_batch
+from ringtile.hf.model import INSTEAD, base_model, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.recurrent.choose import uses_libraries
 from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
+from ringtile.sequence.layout import Layout
 from ringtile.sequence.sharded import ShardedSequence
+
+logger = logging.getLogger("ringtile")
 
 
 def _refuse(run: Enabled) -> None:
@@ -78,12 +91,58 @@ def install(model: PreTrainedModel, patches: Patches) -> None:
         patches.on_restore(mixer.register_forward_pre_hook(enter, with_kwargs=True).remove)
 
 
+# ---- a model that is not sharded ----------------------------------------------------------------
+
+
+def keep_documents_apart(run: Enabled, patches: Patches) -> None:
+    """Make recurrent layers start anew with each document of a packed row, on one rank; in transformers they do not.
+
+    Says so where they would not: the recurrence is not known, or compiled.
+    """
+    models = [run.wrapped, *(getattr(run.trainer, name, None) for name in ("ref_model", "teacher_model"))]
+    for wrapped in (each for each in models if isinstance(each, nn.Module) and recurs(each)):
+        base = base_model(wrapped)
+        if run.trainer.args.torch_compile or unknown(text_modules(base)):
+            warn_of_joined_documents(wrapped)
+            continue
+        install(base, patches)
+        patches.on_restore(wrapped.register_forward_pre_hook(_begin_whole, with_kwargs=True).remove)
+        patches.on_restore(wrapped.register_forward_hook(lambda *_: activate(None), always_call=True).remove)
+        patches.on_restore(functools.partial(forget_checkpoints, wrapped))
+
+
+def recurs(model: nn.Module) -> bool:
+    """Whether a model has recurrent layers."""
+    return bool(mixers(model.named_modules()) or unknown(model.named_modules()))
+
+
+def warn_of_joined_documents(model: nn.Module) -> None:
+    logger.warning(
+        f"ringtile: recurrent layers of {type(model).__name__} go on from one document of a packed row to the next, as "
+        f"in transformers alone; expected rows of one document, or a key by which ringtile computes such layers, such "
+        f"as tiled_loss or context_parallel_size (docs/guide/hybrid.md)"
+    )
+
+
+def _begin_whole(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Forward pre-hook of a model: its recurrent layers know the documents of this batch, if its rows are packed."""
+    keep_in_checkpoints(module)
+    main = main_input(args, kwargs)
+    if main is None or not is_packed(kwargs):
+        return None
+    rows, seq_len = main.shape[:2]
+    sequence = ShardedSequence.of(mask_of_batch(kwargs, rows, seq_len), Layout.contiguous(seq_len, 1))
+    places = torch.arange(seq_len, device=main.device)
+    activate(ShardedBatch(sequence, seq_len, seq_len - 1, None, places, only_recurrences=True))
+    return args, {**kwargs, "use_cache": False}  # with a cache, transformers' attention would join them
+
+
 # ---- a mixer ------------------------------------------------------------------------------------
 
 
 def _enter(place: str, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of a mixer: padding belongs to no document of the batch."""
-    if active_batch() is None:
+    if recurrent_batch() is None:
         check_not_recomputed(place)
         return args, kwargs
     if any(kwargs.get(cache) is not None for cache in CACHES):
@@ -93,7 +152,7 @@ def _enter(place: str, mixer: nn.Module, args: Any, kwargs: dict[str, Any]) -> t
 
 
 def _either(of_batch: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return (original if active_batch() is None else of_batch)(*args, **kwargs)
+    return (original if recurrent_batch() is None else of_batch)(*args, **kwargs)
 
 
 def _forward_of_mixer(whole: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +181,7 @@ def _of_batch(name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def _sequence() -> ShardedSequence:
-    batch = active_batch()
+    batch = recurrent_batch()
     assert batch is not None
     return batch.sequence
 
@@ -130,7 +189,7 @@ def _sequence() -> ShardedSequence:
 def _scheme(sequence: ShardedSequence, num_head_groups: int) -> str | None:
     """Return the scheme whose bits are those of any number of ranks, if the batch's shall be. RefusedError: ranks would
     share heads, whose gradients they then add."""
-    batch, ranks = active_batch(), sequence.world_size
+    batch, ranks = recurrent_batch(), sequence.world_size
     if batch is None or batch.chunk_tokens is None or ranks == 1:
         return None
     if ranks > num_head_groups:
