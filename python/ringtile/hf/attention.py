@@ -84,12 +84,14 @@ def refuse_own_functions(modules: Iterable[nn.Module]) -> None:
 
 
 def is_replaceable(function: Any) -> bool:
-    """Whether an attention or mask function is transformers' own, or is declared to compute what sdpa does."""
+    """Whether an attention or mask function is transformers' own, ringtile's, or declared to compute what sdpa does."""
     while isinstance(function, functools.partial):
         function = function.func
     # By where its code is: functools.wraps copies the name of the module.
     home = getattr(function, "__globals__", {}).get("__name__", "")
-    return home in _REPLACED or home.startswith("transformers.models.") or bool(getattr(function, DECLARED, False))
+    if home in _REPLACED or home.startswith(("transformers.models.", "ringtile.")):
+        return True
+    return bool(getattr(function, DECLARED, False))
 
 
 def shown_function(function: Any) -> str:
