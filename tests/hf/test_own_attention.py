@@ -7,10 +7,11 @@ import math
 import pytest
 import ringtile
 import torch
+import torch.distributed as dist
 from hf_models import tiny_model
 from hf_training import assert_equal_training, failure_of, make_trainer, train
 from pool import run_ranks
-from ringtile.hf.attention import DECLARED
+from ringtile.registered_attention import DECLARED
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -133,6 +134,38 @@ def test_function_of_a_user_is_refused_where_layers_are_streamed(name):
         with pytest.raises(ringtile.RefusedError, match="attn_implementation"):
             ringtile.stream_layers(model)
         assert model.config._attn_implementation == name
+
+
+def _in_a_block(name):
+    ids = torch.randint(3, 96, (1, 16), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(16)[None]
+    with registered(name) as model:
+        whole = model(ids, position_ids=positions).logits
+        sharded, places = ids.clone(), positions.clone()
+        with ringtile.context_parallel(dist.group.WORLD, buffers=[sharded, places], buffer_seq_dims=[1, 1]):
+            try:
+                local = model(sharded, position_ids=places).logits
+            except ringtile.RingtileError as error:
+                return str(error)
+        layout = ringtile.Layout.zigzag(16, 2)
+        assert torch.allclose(layout.unshard(local, 1, dist.group.WORLD), whole, atol=1e-5)
+        assert torch.equal(model(ids, position_ids=positions).logits, whole)  # outside it is called as ever
+        return "exact"
+
+
+def _in_blocks():
+    return {name: _in_a_block(name) for name in (*NAMES, "declared logged", "declared gated")}
+
+
+def test_function_of_a_user_is_refused_inside_context_parallel():
+    for found in run_ranks(2, _in_blocks):
+        for name, what in found.items():
+            if name.startswith("declared"):
+                assert what == "exact"
+            elif name == "prefixed":
+                assert "attn_mask is" in what  # of local tokens
+            else:
+                assert f"registered as '{name}', inside context_parallel" in what
 
 
 def _training(config):

@@ -172,7 +172,7 @@ AFTER = {
     "past its engine": (Bare, lambda trainer: None, "nor self.model"),
     "compute_loss": (Trainer, _replaced_loss, "expected a compute_loss set before ringtile.enable"),
     "compute_loss_func": (Trainer, _set_loss_function, "the loss is"),
-    "attention": (Trainer, _set_attention, "self_attn (LlamaAttention) fails on a shard of the first batch"),
+    "attention": (Trainer, _set_attention, "was set to attn_implementation 'eager' after ringtile.enable"),
 }
 
 

@@ -7,7 +7,6 @@ function that gets the empty mask without an active batch knows that it has a sh
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -15,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -31,6 +30,7 @@ from ringtile.hf.families import EAGER_SINKS
 from ringtile.hf.keys import DOCUMENTS, LOSS, OUTPUT, key_of_tree
 from ringtile.hf.layers import mask_of_layer
 from ringtile.hf.patches import Patches
+from ringtile.registered_attention import DECLARED, is_replaceable, shown_function
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.stream.attend import WHOLE, running_chunk
@@ -48,14 +48,6 @@ _COMPUTED = frozenset({"dropout", "scaling", "sliding_window", "softcap", "s_aux
 # is a switch of flash-attention's kernels.
 WITHOUT_EFFECT = DOCUMENTS - {"attention_mask"} | LOSS | OUTPUT | {"deterministic"}
 _KNOWN = _COMPUTED | WITHOUT_EFFECT
-
-# The modules of transformers that define the functions in whose place ringtile's may stand.
-_REPLACED = {
-    "transformers.masking_utils",
-    *(f"transformers.integrations.{name}_attention" for name in ("sdpa", "flash", "flex")),
-    *(f"transformers.integrations.{name}_paged" for name in ("sdpa", "flash", "eager")),
-}
-DECLARED = "ringtile_computes_sdpa"  # the attribute of a user's attention function that says so
 
 
 def register() -> None:
@@ -83,31 +75,28 @@ def refuse_own_functions(modules: Iterable[nn.Module]) -> None:
                 )
 
 
-def is_replaceable(function: Any) -> bool:
-    """Whether an attention or mask function is transformers' own, ringtile's, or declared to compute what sdpa does."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    # By where its code is: functools.wraps copies the name of the module.
-    home = getattr(function, "__globals__", {}).get("__name__", "")
-    if home in _REPLACED or home.startswith(("transformers.models.", "ringtile.")):
-        return True
-    return bool(getattr(function, DECLARED, False))
-
-
-def shown_function(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
-
-
 def hide_attention_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Forward pre-hook of the model: replaces the mask of a sharded batch by an empty one, (B, 1, 0, 0), and that of a
     batch which the model is to get whole by the whole one."""
     if (waiting := waiting_batch()) is not None:
         return args, {**kwargs, "attention_mask": waiting.whole_mask}
     if active_batch() is not None:
+        if not torch.compiler.is_compiling():
+            check_switched(cast("PreTrainedModel", module))
         main = main_input(args, kwargs)
         assert main is not None  # of it the batch was made
         kwargs = {**kwargs, "attention_mask": empty_mask(main.size(0), main.device)}
     return args, kwargs
+
+
+def check_switched(model: PreTrainedModel) -> None:
+    """RefusedError: the attention of a switched model was set again."""
+    name = model.config.get_text_config()._attn_implementation
+    if name != NAME:
+        raise RefusedError(
+            f"{type(model).__name__} was set to attn_implementation {name!r} after ringtile.enable, which had set "
+            f"{NAME!r}; expected it before: call ringtile.restore(trainer) first"
+        )
 
 
 def empty_mask(num_rows: int, device: torch.device) -> Tensor:

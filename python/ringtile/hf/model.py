@@ -241,6 +241,7 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
 def own_attention(model: PreTrainedModel) -> Iterator[None]:
     """Inside, a switched model attends as its user said: in the run of one process that a proof compares with, and to
     generate, which may need a function for its cache."""
+    attention.check_switched(model)
     model.set_attn_implementation(_own_attention[model])
     try:
         yield

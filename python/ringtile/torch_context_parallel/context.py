@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringtile.errors import InputError, RefusedError
 from ringtile.first_batch.compare import Comparison
 from ringtile.random_states import drawn_since, random_states
+from ringtile.registered_attention import refuse_inside
 from ringtile.scheme import Scheme
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -184,6 +185,7 @@ def _in_force(
             yield
 
     mode = RingMode(scope, buffers, enter)
+    refuse_inside(lambda: any(not each.is_alone and not each.is_before for each in entered()))
     before = random_states()
     with enter():
         yield mode
