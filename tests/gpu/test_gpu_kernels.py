@@ -287,7 +287,8 @@ def test_small_poison_stays_in_its_document() -> None:
         for x in bad:
             x[:, 60, :, 3] = poison
         for name, mine, before in zip(RESULTS, ours(bad, mask), clean, strict=True):
-            assert_tensor_within_ulp(name, mine[:, others], before[:, others], 3, SILENCING, before)
+            whole = before[:, others] if name == "out" else before
+            assert_tensor_within_ulp(name, mine[:, others], before[:, others], 3, SILENCING, whole)
             assert not bool(mine[:, 60].isfinite().all())
 
 
