@@ -116,6 +116,8 @@ class Groups:
         if trainer.args.include_num_input_tokens_seen != "no":
             self.patches.wrap(trainer, "_track_num_input_tokens", self.in_one_process)
         self.patches.wrap(trainer, "_get_num_items_in_batch", self._count_items)
+        if type(trainer).get_batch_samples is not Trainer.get_batch_samples:  # a user's may count items itself
+            self.patches.wrap(trainer, "get_batch_samples", self.in_one_process)
         self.patches.wrap(trainer, "_maybe_log_save_evaluate", self._follow_flags)
         # The ranks of a group draw the same: transformers seeds the workers of a loader by the index of the process.
         self.patches.wrap(trainer, "get_train_dataloader", self.in_one_process)
