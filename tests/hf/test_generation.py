@@ -323,7 +323,9 @@ def test_a_rank_holds_its_share_of_a_row() -> None:
 def _mixing() -> tuple[str, int]:
     """A shard does not have the mean over the row."""
     trainer = make_rollouts(group=2)
-    trainer.model.model.layers[1].mlp.register_forward_hook(lambda module, x, y: y + y.mean(1, keepdim=True))
+    mlp = trainer.model.model.layers[1].mlp
+    forward = mlp.forward
+    mlp.forward = lambda x: (y := forward(x)) + y.mean(1, keepdim=True)  # a hook would not run in the proof
     return failure_of(trainer), trainer.state.global_step
 
 

@@ -157,6 +157,7 @@ def test_messages_over_nccl_are_on_streams_of_high_priority(
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
     monkeypatch.setattr(group, "memory_bytes", lambda of: 2**30)
+    monkeypatch.setattr(group, "meet_world", lambda seconds: None)
     monkeypatch.setattr(torch, "tensor", lambda value, device: value)
     monkeypatch.setattr(dist, "all_reduce", lambda *tensors, **options: None)
     assert ContextParallelGroup(2, 20.0, torch.device(device)).process_group is made[1][3]

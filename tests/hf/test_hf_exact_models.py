@@ -151,9 +151,14 @@ MADE = {name: functools.partial(made_hybrid, name) for name in ALL}
 SLOWLY = {**STEPS, "learning_rate": 0.01}
 
 
+JOINED = "go on from one document of a packed row to the next"
+
+
 def recurrent(name: str, what: str, config: dict[str, Any], long: bool = True, **more: Any) -> Cell:
     """On packed rows, as each document does alone."""
     more.setdefault("ranks", {"collator": packed})
+    if config is GROUP_OF_ONE:  # enable sees a configuration that asks for nothing, and says what it leaves
+        more["says"] = (JOINED,)
     config = {"layout": "zigzag", **config}
     return Cell(f"{name} {what}", SLOWLY, config, alone={"collator": Padded()}, made=MADE[name], long=long, **more)
 
@@ -189,6 +194,7 @@ HYBRIDS = [
         GROUP_OF_ONE,
         made=MADE["granitemoehybrid"],
         world=1,
+        says=(JOINED,),
         long=True,
     ),
     # Losses of one forward, to a unit of bfloat16: products are rounded alike, and states are in float32.
@@ -260,6 +266,7 @@ DOCUMENTS = [
         {"collator": Padded()},
         functools.partial(image_text, "lfm2_vl"),
         world=1,
+        says=(JOINED,),
     ),
 ]
 

@@ -169,7 +169,7 @@ def test_nothing_is_patched_where_deepspeed_shards_the_sequence():
     trainer.accelerator.state.parallelism_config = DEEPSPEED
     before = _touchable(trainer)
     ringtile.enable(trainer, CONFIG)
-    assert _differences(before, _touchable(trainer)) == ["trainer._ringtile_session"]
+    assert set(_differences(before, _touchable(trainer))) == SESSION
     ringtile.restore(trainer)
 
 
@@ -193,16 +193,15 @@ def _touched_by(options, config):
     return names, _differences(before, _touchable(trainer))
 
 
-LOSS = {  # on a shard, or on what a group of one rank makes of a batch
+SESSION = {"model._ringtile_session", "trainer._ringtile_session"}
+LOSS = SESSION | {  # on a shard, or on what a group of one rank makes of a batch
     *("model._forward_pre_hooks", "model.attention"),
-    *(
-        f"trainer.{name}"
-        for name in ("_prepare_context_parallel_inputs", "_ringtile_session", "compute_loss", "prediction_step")
-    ),
+    *(f"trainer.{name}" for name in ("_prepare_context_parallel_inputs", "compute_loss", "prediction_step")),
 }
 GROUPS = {  # count as many processes as there are different batches
     *("accelerator.gather_for_metrics", "accelerator.prepare_data_loader"),
     *("trainer.evaluation_loop", "trainer._get_num_items_in_batch", "trainer.get_total_train_batch_size"),
+    *("trainer.get_train_dataloader", "trainer._maybe_log_save_evaluate", "trainer.callbacks"),
 }
 LLAMA = LOSS | GROUPS
 BALANCING = {"model._forward_hooks", "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func"}
@@ -231,8 +230,8 @@ ON_TWO_RANKS = {  # what is touched besides
         {"model._forward_hooks", "model.model.language_model._forward_pre_hooks"} | {f"{VISION}.forward"},
     ),
 }
-TILES = {
-    *("trainer._ringtile_session", "model._loss_function", "model.lm_head.forward", "model.model.norm.forward"),
+TILES = SESSION | {
+    *("model._loss_function", "model.lm_head.forward", "model.model.norm.forward"),
     *(f"{LAYERS}.{norm}_layernorm.forward" for norm in ("input", "post_attention")),
     *(f"{LAYERS}.mlp._z3_leaf", f"{LAYERS}.mlp.forward"),
 }
