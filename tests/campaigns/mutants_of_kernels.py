@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant(
         "dropout: rows may be written to before the backward",
         "python/ringtile/attn/attention.py",
-        "ctx.save_for_backward(sinks, watched, *saved, *weights)",
+        "ctx.save_for_backward(sinks, rows, *saved, *weights)",
         "ctx.save_for_backward(sinks, None, *saved, *weights)",
         "tests/attn/test_attention_options.py -k written_to",
     ),

@@ -178,7 +178,6 @@ def test_two_ranks_equal_one_process(tmp_path: pathlib.Path) -> None:
     assert len(report["losses"]) == len(report["losses_single"]) == 4
     assert report["differences"]["losses"] <= 1e-6
     assert report["differences"]["grad_norms"] <= 1e-5
-    assert all(log["bytes_moved"] > 0 for log in report["log_history"] if "loss" in log)
     assert done.stdout.count("one process") == 1  # rank 0 alone prints
 
 

@@ -56,7 +56,7 @@ class Data:
     n: int = 0
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -129,7 +129,7 @@ PUT_BACK = {
     "a closure": (lambda m: CLOSED(), lambda m: CLOSED.__closure__[0].cell_contents),
     "slots": (lambda m: SLOTTED.count(), lambda m: (SLOTTED.n, SLOTTED._Slotted__n)),
     "a dataclass": (lambda m: _add(DATA), lambda m: DATA.n),
-    "an enum": (lambda m: _add(Colour.RED), lambda m: getattr(Colour.RED, "n", 0)),
+    "an enum": (lambda m: _add(Color.RED), lambda m: getattr(Color.RED, "n", 0)),
     "an autograd function": (lambda m: _add(Function), lambda m: Function.n),
     "nested containers": (lambda m: _entry(TOTALS["n"], 0), lambda m: TOTALS["n"][0]),
     "a deque": (lambda m: QUEUE.append(QUEUE[0] + 1), lambda m: QUEUE[0]),

@@ -226,7 +226,9 @@ def _prove(config: dict[str, Any], family: str, averages: bool = False) -> tuple
     trainer: Any = make_rollouts(family=family, max_steps=1, **ROWS)
     model, tokens = trainer.model, list[int]()
     if averages:
-        model.model.layers[1].mlp.register_forward_hook(lambda module, x, y: y + y.mean(1, keepdim=True))
+        mlp = model.model.layers[1].mlp
+        forward = mlp.forward
+        mlp.forward = lambda x: (y := forward(x)) + y.mean(1, keepdim=True)  # a hook would not run in the proof
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
         run = record(*args, **kwargs)
@@ -265,7 +267,7 @@ def test_the_first_batch_proves_the_tree(family: str, size: int) -> None:
 def test_the_first_batch_names_what_mixes_tokens_of_a_tree() -> None:
     said, step, _ = _prove(ALONE, "llama", averages=True)
     assert "shared_prefix does not compute what one rank computes without it" in said
-    assert "model.layers.1 (LlamaDecoderLayer)" in said
+    assert "model.layers.1.mlp" in said
     assert step == 0
 
 

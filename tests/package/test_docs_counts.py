@@ -105,7 +105,7 @@ def test_sockets_of_a_rank_are_the_codes() -> None:
 
 
 def test_pages_stay_below_their_ceiling_of_words() -> None:
-    assert sum(len(path.read_text().split()) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]) <= 45_000
+    assert sum(len(path.read_text().split()) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]) <= 46_000
 
 
 def test_counts_of_types_with_images_are_the_tests() -> None:

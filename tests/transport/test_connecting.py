@@ -162,7 +162,10 @@ def test_a_store_that_has_ended_is_named_at_once() -> None:
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     del server
     group, began = Group(), time.monotonic()
-    with mock.patch.object(groups, "_get_process_group_store", return_value=dist.PrefixStore("0", client)):
+    with (
+        mock.patch.object(groups, "_get_process_group_store", return_value=dist.PrefixStore("0", client)),
+        mock.patch.object(dist, "get_process_group_ranks", return_value=[0, 1]),
+    ):
         transport = groups.ProcessGroupTransport(group)  # type: ignore[arg-type]
         with pytest.raises(PeerLostError, match=r"rank 0 was lost .*the store of the group has ended"):
             transport.find_hosts()

@@ -85,7 +85,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
     model = make_model(recipe, encoder)
     with refusing("training.lr_scheduler_kwargs"):  # the Trainer finds out when it trains
         optimizer, steps = torch.optim.SGD([torch.zeros(1)]), (args.get_warmup_steps(1), 1)
-        get_scheduler(args.lr_scheduler_type, optimizer, *steps, args.lr_scheduler_kwargs)  # type: ignore[no-untyped-call]
+        options: Any = args.lr_scheduler_kwargs
+        get_scheduler(args.lr_scheduler_type, optimizer, *steps, options)
     with refusing("training"):
         trainer = Trainer(model, args, make_collator(encoder.end), rows["files"], rows.get("eval_files"))
     if args.fsdp and not trainer.is_fsdp_enabled:

@@ -194,6 +194,7 @@ def _lasts(cls: type) -> bool:
     hashes: Any = cls.__hash__
     by_value = hashes not in (None, object.__hash__) and cls.__module__ != "ctypes"
     of_library = cls.__module__.partition(".")[0] in LIBRARIES and not cls.__module__.startswith("torch.utils")
+    of_library = of_library or cls.__module__ == "torch.utils.hooks"  # handles, which transformers keeps
     return by_value or of_library or hasattr(cls, "__get__") or cls.__module__ in ("logging", "torch")
 
 

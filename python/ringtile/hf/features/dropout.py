@@ -65,9 +65,9 @@ class Draws:
         if not self._is_own:
             yield
             return
-        device = self._group.device
-        index = torch.cuda.current_device() if device.type == "cuda" else 0
-        generator = torch.cuda.default_generators[index] if device.type == "cuda" else torch.default_generator
+        generator = torch.default_generator
+        if self._group.device.type == "cuda" and torch.cuda.is_available():
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
         before = generator.get_state()
         key = f"{self._trainer.args.seed} {step} {count} {self._group.data_index} {self._group.rank}"
         generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little"))
