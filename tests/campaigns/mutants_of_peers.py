@@ -207,9 +207,9 @@ MUTANTS = [
     Mutant(
         "peers: shards are contiguous, and read as zigzag",
         "python/ringtile/hf/shard.py",
-        "        local[name] = sequence.shard(functional.pad(tensor, width, "
-        "value=PADDING.get(name, IGNORE_INDEX)), dim=dim)\n",
-        "        tensor = functional.pad(tensor, width, value=PADDING.get(name, IGNORE_INDEX))\n"
+        "        local[name] = sequence.shard("
+        "_padded(tensor, dim, padding, PADDING.get(name, IGNORE_INDEX), last), dim=dim)\n",
+        "        tensor = _padded(tensor, dim, padding, PADDING.get(name, IGNORE_INDEX), last)\n"
         "        local[name] = Layout.contiguous(sequence.seq_len, world_size).shard(tensor, dim, sequence.rank)\n",
         "tests/hf/test_hf_inputs.py",
         source="THUDM/slime#1871",
@@ -227,7 +227,7 @@ MUTANTS = [
     Mutant(
         "peers: recurrent layers run on each shard alone",
         "python/ringtile/hf/features/recurrent.py",
-        "    return (original if active_batch() is None else of_batch)(*args, **kwargs)\n",
+        "    return (original if recurrent_batch() is None else of_batch)(*args, **kwargs)\n",
         "    return original(*args, **kwargs)\n",
         "tests/hf/test_hf_exact_models.py -k lfm2",
         source="hiyouga/LlamaFactory#10727",

@@ -271,8 +271,8 @@ MUTANTS = [
     Mutant(
         "rollouts: advantages of another process",
         "python/ringtile/hf/one_process.py",
-        "return int(self._group.data_index)",
-        "return int(self._accelerator.process_index)",
+        'patches.set(state, "process_index", group.data_index)',
+        'patches.set(state, "process_index", state.process_index)',
         "tests/hf/test_rollouts.py -k everything",
     ),
     Mutant(

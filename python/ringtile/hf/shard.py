@@ -255,10 +255,13 @@ def _last_tokens(attention_mask: Tensor | None, batch_size: int, seq_len: int) -
 
 def _padded(x: Tensor, dim: int, padding: int, value: int | str, last: Tensor) -> Tensor:
     """x (..., B, S, ...) with more tokens at its end. dim: that of S. value: theirs; LAST: that of the row's last."""
+    if padding == 0:
+        return x
     if isinstance(value, int):
         return functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, padding), value=value)
     rows = x.movedim((dim - 1, dim), (0, 1))
-    ends = rows.detach()[torch.arange(rows.size(0)), last.to(x.device)].unsqueeze(1)
+    places = torch.arange(rows.size(0), device=x.device), to_device(last, x.device)
+    ends = rows.detach()[places].unsqueeze(1)
     padded = torch.cat([rows, ends.expand(-1, padding, *ends.shape[2:])], dim=1)
     return padded.movedim((0, 1), (dim - 1, dim))
 
