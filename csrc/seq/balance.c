@@ -256,6 +256,7 @@ rt_status rt_balance(const rt_balance_params *p, int64_t *owner, int64_t *loads)
         const bool is_better = found.is_uneven == least.is_uneven ? found.pairs < least.pairs : least.is_uneven;
         if (best < 0 || is_better) best = i, least = found;
     }
+    if (best == NUM_DEALS - 1) return RT_OK; // the last is in place
     deals[best](&t);
     sort_by_first(&t);
     cost_of(&t);
