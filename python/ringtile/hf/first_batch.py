@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ringtile.errors import RefusedError, RingtileError
@@ -45,6 +46,7 @@ _TILES = 3  # tiles of a shard of the cut, at least
 _LARGEST_WINDOW = 1024  # tokens: a cut is longer than windows and chunks up to this one
 _WITH_IMAGES = 4096  # tokens of all rows of a batch that is proved with its images, of which no cut can be made
 _LONGEST = 8192  # tokens of a batch that is proved whole, where its cut fails
+_ALIKE_SECONDS = 20.0  # within which all ranks fail that fail at the same place, between two gathers of weights
 _INSTEAD = "ringtile verify proves this machine and these versions, on models of its own"
 
 
@@ -230,6 +232,7 @@ class _Run:
         self._loss, self._model, self._batch, self._loss_of = loss, model, batch, loss_of
         self._state, self._num_tokens = state, num_tokens
         self._place = ""
+        self._gathers = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters())
         self._paths = {module: path for path, module in loss.base.named_modules()}
         # As ZeRO-3 does after each step: a weight that another module than its own reads, such as a mixer that of its
         # convolution, is else gathered in each run, which DeepSpeed takes for an error in the order of its weights.
@@ -255,14 +258,23 @@ class _Run:
                     **options,
                 )
         except Exception as error:
-            if isinstance(error, RingtileError) or of_a_collective(error):
+            if isinstance(error, RingtileError):
                 raise
+            if of_a_collective(error):
+                lost = self._loss.group.failure_of_peer() if whole and self._gathers else None
+                raise lost or error from error
             reason = f"{self._place or 'the model'} fails"
             reason += f" {{}} ({' '.join(f'{type(error).__name__}: {error}'.split())})"
             if not whole:
                 raise RefusedError(
                     f"{reason.format('on a shard of the first batch')}; expected a module that makes no attention mask "
                     f"of its own, of which a shard has none, and no tensor of the length of the sequence"
+                ) from error
+            alone = f"on the first batch, {reason.format('on this rank, and not on all,')}"
+            if self._gathers and self._loss.group.fails_alone(alone, _ALIKE_SECONDS):
+                raise RefusedError(
+                    f"{alone}, where the engine gathers weights on all ranks, which wait for this one; expected the "
+                    f"same on all ranks, or first_batch_check: false"
                 ) from error
         if whole and self._loss.group.largest_of_all(int(found is None)) != [0]:
             reason = reason.format("in one process") or "the model fails on another rank"

@@ -123,6 +123,7 @@ class ContextParallelGroup:
         self.data_index = place // size  # which of the data_size different batches this rank gets
         self.data_size = along_data // size
         self._tp_rank = rank % tp_size
+        self._num_failures = 0
         self.memory_bytes = memory_bytes(device)  # the least of a device of this group
         if size == 1 or not dist.is_initialized():
             return
@@ -189,6 +190,33 @@ class ContextParallelGroup:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         found: list[int] = largest.tolist()
         return found
+
+    def fails_alone(self, reason: str, seconds: float) -> bool:
+        """Whether another rank of the world does not fail, which says so here within so many seconds, as this one does.
+
+        For what fails between collectives of an engine, in which the others wait. reason: for `failure_of_peer`.
+        """
+        self._num_failures += 1
+        store = own_connection(_get_default_store())
+        store.set(self._failure_key(dist.get_rank()), reason)
+        try:
+            store.wait([*map(self._failure_key, range(dist.get_world_size()))], datetime.timedelta(seconds=seconds))
+        except RuntimeError:
+            return True
+        return False
+
+    def failure_of_peer(self) -> PeerLostError | None:
+        """A rank of the world that `fails_alone`, for those that waited for it; None: there is none."""
+        self._num_failures += 1
+        with contextlib.suppress(RuntimeError):  # the store is gone, too
+            store = own_connection(_get_default_store())
+            for rank, key in enumerate(map(self._failure_key, range(dist.get_world_size()))):
+                if store.check([key]):
+                    return PeerLostError(f"rank {rank} was lost: {store.get(key).decode()}; see its log")
+        return None
+
+    def _failure_key(self, rank: int) -> str:
+        return f"ringtile failure {_num_meetings} {self._num_failures} {rank}"
 
     def check_same_batch(self, inputs: Mapping[str, Any], written: Written | None = None) -> dict[str, Any]:
         """The batch, with the tensors that describe its documents on the host; checked to be the same on all ranks.
