@@ -7,17 +7,45 @@
 
 // ---- workspace -----------------------------------------------------------------------------------
 
+// How many intervals begin, or end, at a position.
+typedef struct step {
+    int32_t at, num;
+} step;
+
+// Positions from .. to - 1, each attended by so many queries, over all rows of the mask.
+typedef struct span {
+    int32_t from, to;
+    int64_t queries;
+} span;
+
 typedef struct parts {
     const rt_plan_params *p;
     bool two_sides;
-    rt_layout_place *places; // (R)
-    int64_t *attended;       // (S + 1)
-    int32_t *below;          // (S + 1)
+    rt_layout_place *places;     // (R)
+    step *begins, *ends, *spare; // (M) for the M intervals of a rank's queries
+    span *spans;                 // what some rank attends, rising
+    int64_t num_spans;
     // With two sides: the positions of each rank, rising, rank after rank; and what rt_meetings writes.
-    int64_t *first; // (W + 1)
-    int64_t *met;   // (S)
+    int64_t *first;          // (W + 1)
+    int64_t *met, *attended; // (S)
     int32_t *positions, *scratch;
 } parts;
+
+// The tokens of the rank with most of them; 0 for a list that rt_layout_check refuses.
+static int64_t most_tokens(const rt_plan_params *p) {
+    int64_t most = 0;
+    for (int64_t rank = 0, r = 0; rank < p->num_ranks; rank++) {
+        if (p->run_offsets[rank] != r || p->run_offsets[rank + 1] < r || p->run_offsets[rank + 1] > p->seq_len)
+            return 0;
+        int64_t num_tokens = 0;
+        for (; r < p->run_offsets[rank + 1]; r++) {
+            if (p->runs[r].length < 1 || p->runs[r].length > p->seq_len - num_tokens) return 0;
+            num_tokens += p->runs[r].length;
+        }
+        most = num_tokens > most ? num_tokens : most;
+    }
+    return most;
+}
 
 static rt_status check_params(const rt_plan_params *p) {
     if (p == NULL) return RT_BAD_POINTER;
@@ -25,9 +53,10 @@ static rt_status check_params(const rt_plan_params *p) {
     if (!rt_points_to(p->run_offsets, sizeof(int64_t))) return RT_BAD_POINTER;
     if (!rt_array_fits(1, &p->num_ranks, NULL, 2 * sizeof(rt_transfer))) return RT_TOO_LARGE;
     const int64_t sizes[] = {p->mask_batch, p->seq_len};
-    if (!rt_array_fits(2, sizes, NULL, sizeof(*p->begin))) return RT_TOO_LARGE;
+    if (!rt_array_fits(2, sizes, NULL, sizeof(step) + sizeof(span))) return RT_TOO_LARGE;
     const int64_t num_runs = p->run_offsets[p->num_ranks];
     if (num_runs < 0 || num_runs > p->seq_len) return RT_BAD_LAYOUT; // each holds a position of its own
+    if (num_runs > 0 && !rt_points_to(p->runs, sizeof(int64_t))) return RT_BAD_POINTER;
     const int64_t num_intervals = p->mask_batch * p->seq_len;
     if (num_intervals == 0) return RT_OK;
     if (num_intervals > INT64_MAX / p->seq_len) return RT_TOO_LARGE; // pairs, if every query attends every key
@@ -40,18 +69,24 @@ static rt_status check_params(const rt_plan_params *p) {
 // Returns the bytes of the parts, of params that pass, and sets x to them unless it is NULL.
 static int64_t lay_out(const rt_plan_params *p, parts *x) {
     const bool two_sides = p->key_begin != NULL;
-    const int64_t S = p->seq_len, num_positions = two_sides ? S : 0;
+    const int64_t S = p->seq_len, dense = two_sides ? S : 0;
+    const int64_t steps = two_sides ? 0 : p->mask_batch * most_tokens(p); // a begin and an end of each interval
+    const int64_t spans = two_sides || 2 * steps > S ? S : 2 * steps;
+    const int64_t of_steps = steps * (int64_t)sizeof(step);
     const int64_t sizes[] = {p->run_offsets[p->num_ranks] * (int64_t)sizeof(rt_layout_place),
-                             (S + 1) * (int64_t)sizeof(int64_t),
-                             (S + 1) * (int64_t)sizeof(int32_t),
+                             of_steps,
+                             of_steps,
+                             of_steps,
+                             (spans + 1) * (int64_t)sizeof(span), // never no bytes at all
                              two_sides ? (p->num_ranks + 1) * (int64_t)sizeof(int64_t) : 0,
-                             num_positions * (int64_t)sizeof(int64_t),
-                             num_positions * (int64_t)sizeof(int32_t),
+                             dense * (int64_t)sizeof(int64_t),
+                             dense * (int64_t)sizeof(int64_t),
+                             dense * (int64_t)sizeof(int32_t),
                              two_sides ? rt_meetings_scratch_len(S, S) * (int64_t)sizeof(int32_t) : 0};
     enum { NUM_PARTS = sizeof(sizes) / sizeof(*sizes) };
     void *at[NUM_PARTS];
     const int64_t num_bytes = rt_lay_out(x == NULL ? NULL : p->workspace, NUM_PARTS, sizes, at);
-    if (x != NULL) *x = (parts){p, two_sides, at[0], at[1], at[2], at[3], at[4], at[5], at[6]};
+    if (x != NULL) *x = (parts){p, two_sides, at[0], at[1], at[2], at[3], at[4], 0, at[5], at[6], at[7], at[8], at[9]};
     return num_bytes;
 }
 
@@ -91,65 +126,149 @@ static rt_status open_workspace(const rt_plan_params *p, parts *x) {
 // From one position of a run to the next: the stride of a single one may be any number, and a step past it overflow.
 static int64_t step_of(const rt_run *run) { return run->length > 1 ? run->stride : 0; }
 
-// below[g]: the number of key_rank's keys below global position g, for g = 0..S.
-static void count_below(const parts *x, int64_t key_rank) {
-    const rt_plan_params *p = x->p;
-    memset(x->below, 0, (size_t)(p->seq_len + 1) * sizeof(*x->below));
-    for (int64_t r = p->run_offsets[key_rank]; r < p->run_offsets[key_rank + 1]; r++) {
-        const rt_run run = p->runs[r];
-        for (int64_t j = 0; j < run.length; j++) x->below[run.global_begin + j * run.stride + 1] = 1;
-    }
-    for (int64_t g = 0; g < p->seq_len; g++) x->below[g + 1] += x->below[g];
+static void add_step(step *steps, int64_t *num, int64_t at) {
+    step *const last = *num > 0 ? &steps[*num - 1] : NULL;
+    if (last != NULL && last->at == at && last->num < INT32_MAX)
+        last->num++;
+    else
+        steps[(*num)++] = (step){(int32_t)at, 1};
 }
 
-static void count_one_side(const parts *x, int64_t query_rank, const int32_t *below, int64_t num_keys) {
+// Where the rising stretch that starts at `from` ends.
+static int64_t end_of_stretch(const step *steps, int64_t from, int64_t num) {
+    int64_t end = from + (from < num);
+    while (end < num && steps[end].at >= steps[end - 1].at) end++;
+    return end;
+}
+
+// Merges stretches that rise, two by two, until one is left (Knuth, 5.2.4): those of a row of documents or windows do.
+static void sort_steps(step **steps, step **spare, int64_t num) {
+    while (end_of_stretch(*steps, 0, num) < num) {
+        const step *const from = *steps;
+        step *to = *spare;
+        for (int64_t begin = 0; begin < num;) {
+            const int64_t middle = end_of_stretch(from, begin, num), end = end_of_stretch(from, middle, num);
+            for (int64_t i = begin, j = middle; i < middle || j < end;)
+                *to++ = j == end || (i < middle && from[i].at <= from[j].at) ? from[i++] : from[j++];
+            begin = end;
+        }
+        step *const sorted = *spare;
+        *spare = *steps, *steps = sorted;
+    }
+}
+
+static void add_span(parts *x, int64_t from, int64_t to, int64_t queries) {
+    if (from == to || queries == 0) return;
+    span *const last = x->num_spans > 0 ? &x->spans[x->num_spans - 1] : NULL;
+    if (last != NULL && last->to == from && last->queries == queries)
+        last->to = (int32_t)to;
+    else
+        x->spans[x->num_spans++] = (span){(int32_t)from, (int32_t)to, queries};
+}
+
+// Linear in the queries of the rank, whatever S is, where their intervals rise with them.
+static void find_spans_of_one_side(parts *x, int64_t query_rank, int64_t least, int64_t most) {
     const rt_plan_params *p = x->p;
-    const int64_t seq_len = p->seq_len;
-    int64_t *const attended = x->attended;
-    // Pass 1: attended[j] = how many more queries attend key j than key j - 1. Pass 2: running sums.
-    for (int64_t b = 0; b < p->mask_batch; b++) {
-        const int32_t *begin = p->begin + b * seq_len, *end = p->end + b * seq_len;
+    int64_t num_begins = 0, num_ends = 0;
+    for (int64_t row = 0; row < p->mask_batch; row++) {
+        const int32_t *const begin = p->begin + row * p->seq_len, *const end = p->end + row * p->seq_len;
         for (int64_t r = p->run_offsets[query_rank]; r < p->run_offsets[query_rank + 1]; r++) {
             const rt_run run = p->runs[r];
             const int64_t stride = step_of(&run);
             for (int64_t j = 0, i = run.global_begin; j < run.length; j++, i += stride) {
-                if (begin[i] >= end[i]) continue;
-                const int64_t first = rt_clamp(begin[i], seq_len), last = rt_clamp(end[i], seq_len);
-                attended[below == NULL ? first : below[first]]++;
-                attended[below == NULL ? last : below[last]]--;
+                if (begin[i] >= end[i] || begin[i] >= most || end[i] <= least) continue;
+                add_step(x->begins, &num_begins, begin[i] < least ? least : begin[i]);
+                add_step(x->ends, &num_ends, end[i] > most ? most : end[i]);
             }
         }
     }
-    for (int64_t j = 0; j < num_keys; j++) attended[j + 1] += attended[j];
+    sort_steps(&x->begins, &x->spare, num_begins);
+    sort_steps(&x->ends, &x->spare, num_ends);
+    int64_t from = 0, queries = 0;
+    for (int64_t i = 0, j = 0; j < num_ends;) { // whatever begins ends
+        const int64_t end = x->ends[j].at, to = i < num_begins && x->begins[i].at < end ? x->begins[i].at : end;
+        add_span(x, from, to, queries);
+        for (; i < num_begins && x->begins[i].at == to; i++) queries += x->begins[i].num;
+        for (; j < num_ends && x->ends[j].at == to; j++) queries -= x->ends[j].num;
+        from = to;
+    }
 }
 
-static rt_status count_two_sides(const parts *x, int64_t query_rank, int64_t key_rank, int64_t num_keys) {
+static rt_status find_spans_of_two_sides(parts *x, int64_t query_rank, int64_t key_rank) {
     const rt_plan_params *p = x->p;
-    rt_meetings_params m = {.seq_len = p->seq_len, .num_x = num_keys};
+    rt_meetings_params m = {.seq_len = p->seq_len, .num_x = p->seq_len};
+    if (key_rank >= 0) m.num_x = x->first[key_rank + 1] - x->first[key_rank];
     m.num_y = x->first[query_rank + 1] - x->first[query_rank];
     m.x = key_rank < 0 ? NULL : x->positions + x->first[key_rank];
     m.y = x->positions + x->first[query_rank];
+    memset(x->attended, 0, (size_t)m.num_x * sizeof(*x->attended));
     for (int64_t row = 0; row < p->mask_batch; row++) {
         const int64_t at = row * p->seq_len;
         m.x_begin = p->key_begin + at, m.x_end = p->key_end + at;
         m.y_begin = p->begin + at, m.y_end = p->end + at;
         const rt_status status = rt_meetings(&m, x->met, NULL, NULL, x->scratch);
         if (status != RT_OK) return status;
-        for (int64_t key = 0; key < num_keys; key++) x->attended[key] += x->met[key];
+        for (int64_t key = 0; key < m.num_x; key++) x->attended[key] += x->met[key];
+    }
+    for (int64_t key = 0; key < m.num_x; key++) {
+        const int64_t position = m.x == NULL ? key : m.x[key];
+        add_span(x, position, position + 1, x->attended[key]);
     }
     return RT_OK;
 }
 
-// attended[j]: the number of query_rank's queries, over all rows, that attend key j: global position j, or, if key_rank
-// is not -1, the j-th key of that rank in sequence order, of which `below` has been counted. Bounds outside 0..S are
-// clamped.
-static rt_status count_attended(const parts *x, int64_t query_rank, int64_t key_rank) {
-    const int64_t S = x->p->seq_len, num_keys = key_rank < 0 ? S : x->below[S];
-    memset(x->attended, 0, (size_t)(num_keys + 1) * sizeof(*x->attended));
-    if (S == 0) return RT_OK; // the mask may be NULL
-    if (x->two_sides) return count_two_sides(x, query_rank, key_rank, num_keys);
-    count_one_side(x, query_rank, key_rank < 0 ? NULL : x->below, num_keys);
+// Sets x->spans to what the queries of query_rank attend; if key_rank is not -1, to a part that has all of its keys.
+static rt_status find_spans(parts *x, int64_t query_rank, int64_t key_rank) {
+    const rt_plan_params *p = x->p;
+    x->num_spans = 0;
+    if (p->seq_len == 0) return RT_OK; // the mask may be NULL
+    if (x->two_sides) return find_spans_of_two_sides(x, query_rank, key_rank);
+    int64_t least = key_rank < 0 ? 0 : p->seq_len, most = key_rank < 0 ? p->seq_len : 0;
+    for (int64_t r = key_rank < 0 ? 0 : p->run_offsets[key_rank]; key_rank >= 0 && r < p->run_offsets[key_rank + 1];
+         r++) {
+        const rt_run run = p->runs[r];
+        const int64_t end = run.global_begin + (run.length - 1) * step_of(&run) + 1;
+        least = run.global_begin < least ? run.global_begin : least, most = end > most ? end : most;
+    }
+    find_spans_of_one_side(x, query_rank, least, most);
     return RT_OK;
+}
+
+// Keys j .. j + num - 1 of a run, each attended by so many queries.
+typedef struct keys_of_span {
+    int64_t j, num, queries;
+} keys_of_span;
+
+// The first span that may hold a key of a run.
+static int64_t first_span(const parts *x, const rt_run *run) {
+    int64_t low = 0, high = x->num_spans;
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        if (x->spans[middle].to <= run->global_begin)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+// How many positions of a run are below `bound`.
+static int64_t num_below(const rt_run *run, int64_t bound) {
+    if (bound <= run->global_begin) return 0;
+    const int64_t steps = run->length == 1 ? 0 : (bound - 1 - run->global_begin) / run->stride;
+    return steps < run->length ? steps + 1 : run->length;
+}
+
+// Sets `keys` to those of the run in the next span that has any, from *at on; false if no span has.
+static bool next_keys(const parts *x, const rt_run *run, int64_t *at, keys_of_span *keys) {
+    const int64_t past = run->global_begin + (run->length - 1) * step_of(run) + 1;
+    while (*at < x->num_spans && x->spans[*at].from < past) {
+        const span s = x->spans[(*at)++];
+        const int64_t j = num_below(run, s.from), end = num_below(run, s.to);
+        *keys = (keys_of_span){j, end - j, s.queries};
+        if (end > j) return true;
+    }
+    return false;
 }
 
 // ---- one rank ------------------------------------------------------------------------------------
@@ -178,41 +297,30 @@ static bool continues(const rt_run *piece, int64_t stride, int64_t local, int64_
 }
 
 // Append the keys of key_rank that are attended, as the fewest possible runs in local order, and return the pairs.
-static int64_t append_needed(const parts *x, int64_t key_rank, const int32_t *below, run_list *list,
-                             rt_transfer *keys) {
+static int64_t append_needed(const parts *x, int64_t key_rank, run_list *list, rt_transfer *needed) {
     const rt_plan_params *p = x->p;
     const int64_t num_runs = p->run_offsets[key_rank + 1] - p->run_offsets[key_rank];
     const rt_run *const runs = num_runs > 0 ? p->runs + p->run_offsets[key_rank] : NULL;
-    keys->num_keys = 0, keys->first_run = list->count;
+    needed->num_keys = 0, needed->first_run = list->count;
     // `piece` is the run being grown. A key that does not continue it, because a key in between is not needed or a run
     // of the layout ended, starts a new one.
     rt_run piece = {0, 1, 0, 0};
     int64_t pairs = 0, local = 0;
     for (int64_t r = 0; r < num_runs; r++) {
         const rt_run *run = run_at(runs, num_runs, local, r);
-        const int64_t stride = step_of(run);
-        int64_t g = run->global_begin;
-        for (const int64_t end = local + run->length; local < end;) {
-            int64_t num_queries = x->attended[below == NULL ? g : below[g]];
-            if (num_queries == 0) {
-                local++, g += stride;
-                continue;
-            }
-            if (!continues(&piece, run->stride, local, g)) {
+        int64_t at = first_span(x, run);
+        for (keys_of_span keys; next_keys(x, run, &at, &keys);) {
+            const int64_t global = run->global_begin + keys.j * step_of(run);
+            if (!continues(&piece, run->stride, local + keys.j, global)) {
                 if (piece.length > 0) append(list, piece);
-                piece = (rt_run){.global_begin = g, .stride = run->stride, .local_begin = local};
+                piece = (rt_run){.global_begin = global, .stride = run->stride, .local_begin = local + keys.j};
             }
-            const int64_t first = local;
-            do { // most keys continue their run
-                pairs += num_queries;
-                local++, g += stride;
-                num_queries = local < end ? x->attended[below == NULL ? g : below[g]] : 0;
-            } while (num_queries > 0);
-            piece.length += local - first, keys->num_keys += local - first;
+            piece.length += keys.num, needed->num_keys += keys.num, pairs += keys.num * keys.queries;
         }
+        local += run->length;
     }
     if (piece.length > 0) append(list, piece);
-    keys->num_runs = list->count - keys->first_run;
+    needed->num_runs = list->count - needed->first_run;
     return pairs;
 }
 
@@ -222,26 +330,38 @@ static void to_rows(rt_run *runs, const rt_transfer *keys) {
         run->global_begin = run->local_begin, run->stride = 1;
 }
 
+// Sorts runs by their first position (Shell, 1959): those of each owner mostly rise.
+static void sort_by_position(rt_run *runs, int64_t num) {
+    int64_t gap = 1;
+    while (gap < num / 3) gap = 3 * gap + 1;
+    for (; gap > 0; gap /= 3)
+        for (int64_t i = gap; i < num; i++) {
+            const rt_run run = runs[i];
+            int64_t j = i;
+            for (; j >= gap && runs[j - gap].global_begin > run.global_begin; j -= gap) runs[j] = runs[j - gap];
+            runs[j] = run;
+        }
+}
+
 // From the runs that append_needed found of one owner or all: `block`, the runs of the round, in the order of positions
-// if there is a table; and in place of those found, their rows in the block, and in the message of their owner.
+// if they are of all; and in place of those found, their rows in the block, and in the message of their owner.
 // Return how many runs the block has: those of several owners may continue each other.
-//   table (S + 1) scratch, or NULL: the order in which they were found
-static int64_t lay_block(rt_run *found, int64_t num_runs, rt_run *block, int32_t *table, int64_t seq_len) {
-    if (table != NULL) {
-        memset(table, 0, (size_t)(seq_len + 1) * sizeof(*table));
-        for (int64_t r = 0; r < num_runs; r++) table[found[r].global_begin] = (int32_t)r + 1;
+static int64_t lay_block(rt_run *found, int64_t num_runs, rt_run *block, bool of_all) {
+    for (int64_t r = 0; r < num_runs; r++) {
+        block[r] = found[r];
+        block[r].local_begin = r;
     }
-    int64_t row = 0, placed = 0, count = 0;
-    for (int64_t at = 0; placed < num_runs; at++) {
-        const int64_t r = table == NULL ? at : table[at] - (int64_t)1;
-        if (r < 0) continue;
-        rt_run *const run = &found[r];
-        if (count > 0 && continues(&block[count - 1], run->stride, row, run->global_begin))
-            block[count - 1].length += run->length;
+    if (of_all) sort_by_position(block, num_runs);
+    int64_t row = 0, count = 0;
+    for (int64_t i = 0; i < num_runs; i++) {
+        const rt_run run = block[i];
+        rt_run *const of_owner = &found[run.local_begin];
+        if (count > 0 && continues(&block[count - 1], run.stride, row, run.global_begin))
+            block[count - 1].length += run.length;
         else
-            block[count++] = (rt_run){run->global_begin, run->stride, row, run->length};
-        run->global_begin = row, run->stride = 1;
-        row += run->length, placed++;
+            block[count++] = (rt_run){run.global_begin, run.stride, row, run.length};
+        of_owner->global_begin = row, of_owner->stride = 1;
+        row += run.length;
     }
     return count;
 }
@@ -279,23 +399,22 @@ rt_status rt_plan_rank(const rt_plan_params *p, int64_t rank, bool at_once, rt_r
     for (int64_t i = 0; i < (at_once ? 1 : W); i++) plan->rounds[i] = (rt_round){.in_place = i == 0};
 
     // What this rank attends, of each rank.
-    status = count_attended(&x, rank, -1);
+    status = find_spans(&x, rank, -1);
     for (int64_t i = 0; status == RT_OK && i < W; i++) {
         rt_round *const round = &plan->rounds[at_once ? 0 : i];
         rt_transfer *const keys = &plan->incoming[i];
         keys->rank = at_once ? i : (rank - i + W) % W;
-        round->num_pairs += append_needed(&x, keys->rank, NULL, &list, keys);
+        round->num_pairs += append_needed(&x, keys->rank, &list, keys);
         round->num_keys += keys->num_keys, round->num_runs += keys->num_runs;
         if (keys->rank != rank && keys->num_keys > 0) round->in_place = false;
     }
-    // What each rank attends of this one's keys. Only these are counted: all S positions for W ranks would take O(W S).
-    count_below(&x, rank);
+    // What each rank attends of this one's keys.
     for (int64_t i = 0; status == RT_OK && i < W; i++) {
         rt_transfer *const keys = &plan->outgoing[i];
         *keys = (rt_transfer){.rank = at_once ? i : (rank + i) % W};
         if (keys->rank == rank && !at_once) continue; // they stay where they are
-        status = count_attended(&x, keys->rank, rank);
-        append_needed(&x, rank, x.below, &list, keys);
+        status = find_spans(&x, keys->rank, rank);
+        append_needed(&x, rank, &list, keys);
         if (keys->rank != rank && keys->num_keys > 0) plan->rounds[at_once ? 0 : i].in_place = false;
     }
     if (status != RT_OK) return status;
@@ -306,8 +425,7 @@ rt_status rt_plan_rank(const rt_plan_params *p, int64_t rank, bool at_once, rt_r
         round->first_run = round->in_place ? found : list.count;
         if (round->in_place) continue;
         if (list.count + round->num_runs <= list.capacity && round->num_runs > 0)
-            round->num_runs = lay_block(list.runs + found, round->num_runs, list.runs + round->first_run,
-                                        at_once ? x.below : NULL, p->seq_len);
+            round->num_runs = lay_block(list.runs + found, round->num_runs, list.runs + round->first_run, at_once);
         list.count += round->num_runs;
     }
     plan->num_runs = list.count;
@@ -328,16 +446,14 @@ rt_status rt_plan_counts(const rt_plan_params *p, int64_t *keys, int64_t *pairs)
     const int64_t W = p->num_ranks;
     if (!rt_points_to(keys, sizeof(*keys)) || !rt_points_to(pairs, sizeof(*pairs))) return RT_BAD_POINTER;
     for (int64_t query_rank = 0; query_rank < W; query_rank++) {
-        status = count_attended(&x, query_rank, -1);
+        status = find_spans(&x, query_rank, -1);
         if (status != RT_OK) return status;
-        for (int64_t key_rank = 0, at = query_rank * W; key_rank < W; key_rank++, at++) {
-            keys[at] = pairs[at] = 0;
+        for (int64_t key_rank = 0, cell = query_rank * W; key_rank < W; key_rank++, cell++) {
+            keys[cell] = pairs[cell] = 0;
             for (int64_t r = p->run_offsets[key_rank]; r < p->run_offsets[key_rank + 1]; r++) {
-                const rt_run run = p->runs[r];
-                for (int64_t j = 0; j < run.length; j++) {
-                    const int64_t num_queries = x.attended[run.global_begin + j * run.stride];
-                    keys[at] += num_queries > 0, pairs[at] += num_queries;
-                }
+                int64_t at = first_span(&x, &p->runs[r]);
+                for (keys_of_span found; next_keys(&x, &p->runs[r], &at, &found);)
+                    keys[cell] += found.num, pairs[cell] += found.num * found.queries;
             }
         }
     }

@@ -10,6 +10,8 @@ Shape letters: B batch, S global tokens.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,20 +56,25 @@ def mask_of_batch(
     Raises MaskNotExpressibleError, RefusedError for a batch that contradicts itself, InputError for wrong shapes.
     """
     inputs, _ = read(inputs)
-    mask = IntervalMask.causal(seq_len) if causal else IntervalMask.full(seq_len)
+    masks = []
     attention_mask, position_ids = inputs.get("attention_mask"), documents_of(inputs.get("position_ids"))
     cu_seq_lens = _cu_seq_lens(inputs)
     if attention_mask is not None:
         begins = _begins(cu_seq_lens, inputs.get("seq_idx"), seq_len)
-        mask = mask & _of_attention_mask(attention_mask, position_ids, begins, batch_size, seq_len, causal)
+        masks.append(_of_attention_mask(attention_mask, position_ids, begins, batch_size, seq_len, causal))
     elif position_ids is not None and positions_separate:
-        mask = mask & IntervalMask.from_position_ids(position_ids, causal)
+        masks.append(IntervalMask.from_position_ids(position_ids, causal))
     if cu_seq_lens is not None:
         if batch_size != 1:
             raise InputError(f"cu_seq_lens with {batch_size} rows; expected one row that holds all documents")
-        mask = mask & IntervalMask.from_cu_seqlens(cu_seq_lens, causal)
+        masks.append(IntervalMask.from_cu_seqlens(cu_seq_lens, causal))
     if inputs.get("seq_idx") is not None:
-        mask = mask & _documents(inputs["seq_idx"].long() + 1, causal)  # documents 0, 1, ..., -1 is padding
+        masks.append(_documents(inputs["seq_idx"].long() + 1, causal))  # documents 0, 1, ..., -1 is padding
+    if not masks:
+        return IntervalMask.causal(seq_len) if causal else IntervalMask.full(seq_len)
+    mask = functools.reduce(operator.and_, masks)
+    if mask.seq_len != seq_len:
+        raise InputError(f"the documents are of {mask.seq_len} tokens, the batch of {seq_len}; expected one length")
     return _one_row_if_equal(mask)
 
 
@@ -184,6 +191,8 @@ def _one_row(counted: Tensor) -> Tensor:
 
 def _one_row_if_equal(mask: IntervalMask) -> IntervalMask:
     """Merges the rows when they are equal: a plan costs work for every row."""
+    if mask.begin.size(0) == 1:
+        return mask
     if bool((mask.begin == mask.begin[:1]).all()) and bool((mask.end == mask.end[:1]).all()):
         return IntervalMask(mask.begin[:1], mask.end[:1])
     return mask

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ringtile import arguments, ops
 from ringtile.errors import InputError, MaskNotExpressibleError
@@ -59,11 +60,7 @@ class IntervalMask:
             self._check_positions("key_begin", self.key_begin, "key_end", self.key_end)
             self._tighten(self.key_begin, self.key_end)
         else:
-            copies = [x.clone(memory_format=torch.contiguous_format) for x in (self.begin, self.end)]
-            if int((self.end - self.begin).min()) <= 0:  # a quarter of what comparing each takes
-                attends = self.end > self.begin
-                copies = [x.mul_(attends) for x in copies]
-            self._set(begin=copies[0], end=copies[1])
+            self._keep(*(x.clone(memory_format=torch.contiguous_format) for x in (self.begin, self.end)))
         # Made now: torch.compile would make them in every call, and cannot trace the lock of Python 3.11's property.
         _ = self.bounds
 
@@ -83,6 +80,21 @@ class IntervalMask:
         if not torch.equal(num_keys, (after - first).long()):
             _, first, after = ops.mask_hulls(key_begin, key_end, begin, end)
             self._set(key_begin=first, key_end=after)
+
+    def _keep(self, begin: Tensor, end: Tensor) -> None:
+        """Keep contiguous bounds in 0..S that nothing else holds."""
+        if bool((end <= begin).any()):
+            attends = end > begin
+            begin, end = begin.mul_(attends), end.mul_(attends)
+        self._set(begin=begin, end=end)
+
+    @classmethod
+    def _of(cls, begin: Tensor, end: Tensor) -> IntervalMask:
+        """Return a mask with one side of bounds that `_keep` takes: each pass over 16M tokens costs tens of ms."""
+        mask = object.__new__(cls)
+        mask._keep(begin, end)
+        _ = mask.bounds
+        return mask
 
     def _set(self, **bounds: Tensor | None) -> None:
         for name, bound in bounds.items():
@@ -146,7 +158,7 @@ class IntervalMask:
         of_queries = torch.maximum(self.begin, other.begin), torch.minimum(self.end, other.end)
         key_bounds = [mask.tensors[2:] for mask in (self, other) if mask.key_begin is not None]
         if not key_bounds:
-            return IntervalMask(*of_queries)
+            return IntervalMask._of(*of_queries)
         key_begin, key_end = key_bounds[0]
         for begin, end in key_bounds[1:]:
             key_begin, key_end = torch.maximum(key_begin, begin), torch.minimum(key_end, end)
@@ -200,7 +212,7 @@ class IntervalMask:
 
         attends: they attend each other, causally, so that what a model makes of them is no vector of zeros.
         """
-        padded = [torch.nn.functional.pad(bound, (0, padding)) for bound in self.tensors]
+        padded = [pad(bound, (0, padding)) for bound in self.tensors]
         first, after = self.seq_len, self.seq_len + padding
         if attends:
             padded[0][..., first:], padded[1][..., first:] = first, torch.arange(first, after, device="cpu") + 1
@@ -233,13 +245,13 @@ class IntervalMask:
     def full(cls, seq_len: int) -> IntervalMask:
         """Every query attends every key."""
         begin = torch.zeros_like(_positions(seq_len))
-        return cls(begin, begin + seq_len)
+        return cls._of(begin, torch.full_like(begin, seq_len))
 
     @classmethod
     def causal(cls, seq_len: int) -> IntervalMask:
         """A query attends itself and all keys before it."""
-        positions = _positions(seq_len)
-        return cls(torch.zeros_like(positions), positions + 1)
+        end = _positions(seq_len, 1)
+        return cls._of(torch.zeros_like(end), end)
 
     @classmethod
     def sliding_window(cls, seq_len: int, window: int, *, causal: bool = True) -> IntervalMask:
@@ -253,7 +265,7 @@ class IntervalMask:
         positions, window = _positions(seq_len), min(window, seq_len)
         # Not causal: min(q + window, S), which could overflow int32 before the minimum.
         end = positions + 1 if causal else seq_len - (seq_len - window - positions).clamp(min=0)
-        return cls((positions - window + 1).clamp(min=0), end)
+        return cls._of((positions - window + 1).clamp_(min=0), end)
 
     @classmethod
     def prefix_lm(cls, seq_len: int, prefix_len: int) -> IntervalMask:
@@ -304,10 +316,7 @@ class IntervalMask:
                 "tokens in every row"
             )
         _check_seq_len(sums[0])
-        begin = torch.stack([_of_documents(row) for row in per_row])
-        if causal:
-            return cls(begin, (_positions(sums[0]) + 1).expand_as(begin))
-        return cls(begin, torch.stack([_of_documents(row, ends=True) for row in per_row]))
+        return cls._of_documents([torch.tensor(row, dtype=torch.int64, device="cpu") for row in per_row], causal)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, causal: bool = True) -> IntervalMask:
@@ -351,7 +360,7 @@ class IntervalMask:
     def from_position_ids(cls, position_ids: Tensor, causal: bool = True) -> IntervalMask:
         """position_ids (B, S) integers: a document starts where they do not go on by + 1."""
         _check_integers("position_ids", position_ids, 2)
-        return cls._of_documents(position_ids.cpu().long().diff(dim=1) != 1, causal)
+        return cls._of_changes(position_ids.cpu().long().diff(dim=1) != 1, causal)
 
     @classmethod
     def from_padding(cls, attention_mask: Tensor, causal: bool = True) -> IntervalMask:
@@ -366,7 +375,7 @@ class IntervalMask:
             raise InputError(
                 f"attention_mask holds {int(document.min())}; expected 0 for padding, numbers above for tokens"
             )
-        mask = cls._of_documents(document.diff(dim=1) != 0, causal)
+        mask = cls._of_changes(document.diff(dim=1) != 0, causal)
         # Sorted by number, the tokens of a document must still be neighbors in the sequence.
         number, position = document.sort(dim=1, stable=True)
         resumes = (number.diff(dim=1) == 0) & (position.diff(dim=1) != 1) & (number[:, 1:] > 0)
@@ -426,30 +435,36 @@ class IntervalMask:
         return mask
 
     @classmethod
-    def _of_documents(cls, changes: Tensor, causal: bool) -> IntervalMask:
+    def _of_changes(cls, changes: Tensor, causal: bool) -> IntervalMask:
         """changes bool (B, S - 1): whether the next token is of another document."""
-        positions = _positions(changes.size(1) + 1)
-        never = torch.zeros(changes.size(0), 1, dtype=torch.bool, device="cpu")
-        starts = torch.cat((~never, changes), dim=1)
-        begin = torch.where(starts, positions, 0).cummax(1).values
+        seq_len = changes.size(1) + 1
+        starts = [pad(row.nonzero()[:, 0] + 1, (1, 0)) for row in changes]
+        return cls._of_documents([pad(row, (0, 1), value=seq_len).diff() for row in starts], causal)
+
+    @classmethod
+    def _of_documents(cls, lengths: Sequence[Tensor], causal: bool) -> IntervalMask:
+        """lengths: of each row, int64 CPU (documents,)."""
         if causal:
-            return cls(begin, (positions + 1).expand_as(begin))
-        stops = torch.cat((changes, ~never), dim=1)
-        stop = torch.where(stops, positions + 1, positions.size(1))
-        return cls(begin, stop.flip(1).cummin(1).values.flip(1))
+            end = _positions(int(lengths[0].sum()), 1).expand(len(lengths), -1).contiguous()
+        else:
+            end = _of_each_token(lengths, lengths)
+        return cls._of(_of_each_token(lengths, [pad(row, (1, -1)) for row in lengths]), end)
 
 
-def _positions(seq_len: int) -> Tensor:
-    """int32 (1, S): 0, ..., S-1."""
+def _of_each_token(lengths: Sequence[Tensor], steps: Sequence[Tensor]) -> Tensor:
+    """int32 (B, S): the sum of the steps up to the document of each token; both int64 CPU (documents,) of each row."""
+    sums = torch.zeros(len(lengths), int(lengths[0].sum()), dtype=torch.int32, device="cpu")
+    for row, length, step in zip(sums, lengths, steps, strict=True):
+        some = length > 0  # of empty ones at the end of the row there is no first token
+        row.index_add_(0, (length.cumsum(0) - length)[some], step.cumsum(0)[some].diff(prepend=step[:1] * 0).int())
+        torch.cumsum(row, 0, out=row)
+    return sums
+
+
+def _positions(seq_len: int, first: int = 0) -> Tensor:
+    """int32 (1, S): first, first + 1, ..."""
     _check_seq_len(arguments.check_int("seq_len", seq_len))
-    return torch.arange(seq_len, dtype=torch.int32, device="cpu")[None]
-
-
-def _of_documents(lengths: list[int], *, ends: bool = False) -> Tensor:
-    """int32 (S,): where the document of each token begins, or ends."""
-    length = torch.tensor(lengths, dtype=torch.int32, device="cpu")
-    end = length.cumsum(0, dtype=torch.int32)
-    return (end if ends else end - length).repeat_interleave(length)
+    return torch.arange(first, first + seq_len, dtype=torch.int32, device="cpu")[None]
 
 
 def _check_seq_len(seq_len: int) -> None:
@@ -475,7 +490,7 @@ def _hulls(attend: Tensor) -> tuple[Tensor, Tensor]:
 
 def _intervals(attends: Tensor) -> tuple[int, str]:
     """attends bool (S,): how many intervals it has, and the first ones as text."""
-    steps = torch.nn.functional.pad(attends.int(), (1, 1)).diff()
+    steps = pad(attends.int(), (1, 1)).diff()
     pieces = torch.stack(((steps == 1).nonzero().flatten(), (steps == -1).nonzero().flatten()), dim=1).tolist()
     shown = ", ".join(f"[{begin}, {end})" for begin, end in pieces[:_SHOWN_INTERVALS])
     return len(pieces), shown + (", ..." if len(pieces) > _SHOWN_INTERVALS else "")
