@@ -74,7 +74,7 @@ def meet_world(timeout_seconds: float, failure: Exception | None = None) -> None
         for name, value in mine.items():
             if theirs[name] != value:
                 with contextlib.suppress(PeerGoneError):
-                    meeting.say()  # once all have read this: the rank that serves the store may end now
+                    meeting.say(of=())  # once all have read this: the rank that serves the store may end now
                 raise RingMismatchError(
                     f"ranks disagree on {name}: rank {rank} has {value!r}, rank {peer} has {theirs[name]!r}; expected "
                     f"the same packages on every host, and one run for each MASTER_ADDR and MASTER_PORT"

@@ -40,16 +40,20 @@ class _SharedMessage(NamedTuple):
 class SharedMemory:
     """One rank's end of the memory that it shares with `peers`. free: end all messages, for the peers too."""
 
-    def __init__(self, end: Any, links: dict[int, socket.socket], peers: Collection[int], timeout_seconds: float):
+    def __init__(
+        self, end: Any, places: dict[int, int], links: dict[int, socket.socket], peers: Collection[int], seconds: float
+    ):
+        """places: of each peer, among the ranks that the segments have room for."""
         self.peers = peers
+        self._places = places
         self._end = end
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = seconds
         self.free = weakref.finalize(self, _free, end, links)
         to_free_in_child.add(self)
 
     def post(self, tensor: Tensor, peer: int, tag: int, *, outgoing: bool) -> _SharedMessage:
         """Start a message to or from a peer. The tensor is contiguous and not empty."""
-        handle = _C.shm_post(self._end, peer, outgoing, tag, tensor.data_ptr(), tensor.nbytes, tensor)
+        handle = _C.shm_post(self._end, self._places[peer], outgoing, tag, tensor.data_ptr(), tensor.nbytes, tensor)
         return _SharedMessage(handle, self._timeout_seconds)
 
     def drop(self) -> None:
@@ -79,10 +83,10 @@ def peers_of(meeting: Meeting) -> list[int]:
     return [peer for peer in sharing if peer != rank] if rank in sharing else []
 
 
-def make_segment(world_size: int) -> int:
-    """Return a file for a segment. Raise OSError, and AttributeError on a system without such files."""
+def make_segment(num_ranks: int) -> int:
+    """Return a file for a segment with room for so many ranks. Raise OSError; AttributeError: no system for it."""
     file = os.memfd_create("ringtile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(file, _C.shm_segment_bytes(world_size))
+    os.ftruncate(file, _C.shm_segment_bytes(num_ranks))
     # Whoever shrinks a mapped file makes others crash.
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return file
@@ -93,13 +97,14 @@ def share(meeting: Meeting, links: dict[int, socket.socket]) -> SharedMemory | N
 
     All ranks of the group call this, with links or without.
     """
-    rank, world_size = meeting.rank, len(meeting.hosts)
+    rank, ranks = meeting.rank, sorted({meeting.rank, *links})  # of this host: a segment has room for 2 MB from each
+    places = {peer: place for place, peer in enumerate(ranks)}
     files: dict[int, int] = {}
     end, peers = None, frozenset[int]()
     try:
         if links:
             with contextlib.suppress(OSError, AttributeError):
-                files[rank] = make_segment(world_size)
+                files[rank] = make_segment(len(ranks))
         own = list(files.values())
         for link in links.values():
             link.settimeout(_SHARING_SECONDS)
@@ -108,18 +113,18 @@ def share(meeting: Meeting, links: dict[int, socket.socket]) -> SharedMemory | N
         for peer, link in links.items():
             with contextlib.suppress(OSError):
                 files.update(zip((peer,), socket.recv_fds(link, 1, 1)[1], strict=False))
-        if own and all(map(_is_segment, files.values(), [_C.shm_segment_bytes(world_size)] * len(files))):
+        if own and all(map(_is_segment, files.values(), [_C.shm_segment_bytes(len(ranks))] * len(files))):
             ends = {peer: links[peer].fileno() for peer in files if peer != rank}
             with contextlib.suppress(OSError):
-                end = _C.shm_open(rank, *(tuple(each.get(i, -1) for i in range(world_size)) for each in (files, ends)))
-        mapped = [each["mapped"] for each in meeting.say(mapped=[] if end is None else sorted(files))]
-        peers = frozenset(peer for peer in mapped[rank] if peer in links and rank in mapped[peer])
+                end = _C.shm_open(places[rank], *(tuple(each.get(i, -1) for i in ranks) for each in (files, ends)))
+        said = meeting.say(of=ranks, mapped=[] if end is None else sorted(files))
+        peers = frozenset(peer for peer in said[rank]["mapped"] if peer in links and rank in said[peer]["mapped"])
     finally:
         for file in files.values():
             os.close(file)
         if not peers:
             close_all(links.values())
-    return SharedMemory(end, links, peers, meeting.timeout_seconds) if peers else None
+    return SharedMemory(end, places, links, peers, meeting.timeout_seconds) if peers else None
 
 
 def _is_segment(file: int, num_bytes: int) -> bool:

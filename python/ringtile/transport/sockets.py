@@ -44,6 +44,7 @@ _TOKEN_BYTES = 16
 _INTRODUCTION = struct.Struct(f"<IB{_TOKEN_BYTES}s")  # who connects, by which wire, and the token of who listens
 _MAX_STRANGERS = 256  # that a rank listens to at once; then the first of them is no peer
 _LOOK_SECONDS = 0.0005, 0.02  # between two looks into the store for a header: at least, at most
+_ANSWER_SECONDS = 1.0  # how long, after the deadline of a meeting, a rank waits to hear from rank 0 who has not come
 _LAST_SECONDS = 0.5  # that the last headers of a rank may take to reach the store
 LONGEST_SECONDS = 1e9  # a timeout of more, such as timedelta.max, is this one: clocks and the kernel can add it up
 _LONGEST_WAIT = 3600.0  # seconds of one wait, which counts milliseconds in an int; a longer one is several
@@ -218,6 +219,9 @@ def own_connection(store: Any) -> Store:
 class Meeting:
     """The ranks of a group say things to each other in steps; each of them says something in every step.
 
+    Rank 0 reads what each says, and writes one answer. So a rank makes the same few operations of the store in a world
+    of any size, and reads what is alike on all ranks once.
+
     hosts: by rank its host, numbered by its first rank. store_host: a name or address of the host of the store; "" if
     it is a file. fields: what a rank says of itself; `facts` has them by rank. failure: as of `say`.
     Raises PeerGoneError if a rank does not come within timeout_seconds, and RingMismatchError where one runs another
@@ -240,20 +244,24 @@ class Meeting:
             self.store = PrefixStore(f"ringtile/{store.add(f'ringtile/{rank}', 1)}/", store)
         self._ranks = range(world_size)
         self._step = 0
-        self.facts = self.say(failure, version=HEADER_VERSION, host=_host_id(), **fields)
+        said = self.say(failure, version=HEADER_VERSION, host=_host_id(), **fields)
         mine = {"version": HEADER_VERSION, "call": 1, "op": "connecting"}
-        for peer, fact in enumerate(self.facts):
+        for peer, fact in said.items():
             if fact["version"] != HEADER_VERSION:
                 raise RingMismatchError(describe_difference(rank, mine, peer, fact))
+        self.facts = [said[peer] for peer in self._ranks]
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         self.store_host = str(getattr(store, "host", ""))
         names = [fact["host"] for fact in self.facts]
         self.hosts = tuple(map(names.index, names))
 
-    def say(self, failure: PeerGoneError | None = None, **fields: Any) -> list[dict[str, Any]]:
-        """Return what each rank says in this step, by rank, once all have.
+    def say(
+        self, failure: PeerGoneError | None = None, *, of: Collection[int] | None = None, **fields: Any
+    ) -> dict[int, dict[str, Any]]:
+        """Return what each of these ranks says in this step, by rank, once all ranks have said something.
 
+        of: the ranks; None: all. Each rank gives the same ranks, or each None.
         failure: why this rank goes no further. It raises that, and all others raise PeerGoneError with the reason.
         """
         self._step += 1
@@ -264,23 +272,52 @@ class Meeting:
         with store_named():
             self.store.set(keys[self.rank], json.dumps({**fields, "failure": in_header(reason)}))
             if failure is not None:
+                if self.rank == 0:
+                    self._answer(PeerGoneError(0, in_header(reason)))
                 raise failure
-            said: list[dict[str, Any]] = [json.loads(text) for text in self._take(keys)]
-        for peer, each in enumerate(said):
-            if each["failure"]:
-                raise PeerGoneError(peer, each["failure"])
-        return said
+            if self.rank == 0:
+                self._read_all(keys, in_full=of is None)
+            gone, columns = json.loads(self._take([f"{self._step}"], keys)[0])
+            if gone is not None:
+                raise PeerGoneError(*gone)
+            if of is not None:
+                texts = self._take([keys[peer] for peer in of], keys)
+                return dict(zip(of, map(json.loads, texts), strict=True))
+        return {
+            rank: {name: values[at[rank] if at else 0] for name, (values, at) in columns.items()}
+            for rank in self._ranks
+        }
 
-    def _take(self, keys: list[str]) -> list[bytes]:
-        """Return what is under the keys, by rank, once all are there."""
+    def _read_all(self, keys: list[str], *, in_full: bool) -> None:
+        """Read what every rank says, and answer: who has failed; in_full: by field its values, and which each has."""
+        try:
+            said = [json.loads(text) for text in self._take(keys, keys)]
+        except PeerGoneError as gone:
+            self._answer(gone)
+            raise
+        failures = [PeerGoneError(peer, each["failure"]) for peer, each in enumerate(said) if each["failure"]]
+        columns: dict[str, tuple[list[Any], list[int]]] = {}
+        for name in said[0] if in_full else ():
+            texts = [json.dumps(each.get(name)) for each in said]
+            places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
+            columns[name] = [*map(json.loads, places)], [places[text] for text in texts] if len(places) > 1 else []
+        self._answer(failures[0] if failures else None, columns)
+
+    def _answer(self, gone: PeerGoneError | None, columns: Any = None) -> None:
+        self.store.set(f"{self._step}", json.dumps([gone and [gone.peer, gone.reason], columns]))
+
+    def _take(self, keys: list[str], all_keys: list[str]) -> list[bytes]:
+        """Return what is under the keys, once all are there. all_keys: under which the ranks say something."""
+        late = 0.0 if self.rank == 0 else _ANSWER_SECONDS
         while True:
             try:
-                self.store.wait(keys, datetime.timedelta(seconds=max(_part_of(self.deadline), 0.001)))
+                self.store.wait(keys, datetime.timedelta(seconds=max(_part_of(self.deadline + late), 0.001)))
                 break
             except RuntimeError:
-                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-                if missing and time.monotonic() >= self.deadline:
-                    raise PeerGoneError(missing[0], f"nothing came for {self.timeout_seconds:g} s") from None
+                if time.monotonic() < self.deadline + late or self.store.check(keys):
+                    continue
+                missing = [rank for rank, key in enumerate(all_keys) if not self.store.check([key])]
+                raise PeerGoneError(min(missing, default=0), f"nothing came for {self.timeout_seconds:g} s") from None
         try:
             return self.store.multi_get(keys)
         except RuntimeError:  # a store of files gets one at a time
@@ -330,7 +367,7 @@ def connect(meeting: Meeting, wires: Sequence[Collection[int]]) -> list[dict[int
                 addresses["host"], addresses["port"] = listeners[-1].getsockname()[:2]
         except OSError as error:
             failure = PeerGoneError(rank, f"it cannot listen for other ranks: {_reason(error)}")
-        said = meeting.say(failure, token=token.hex(), **addresses)
+        said = meeting.say(failure, of=sorted({peer for _, peer in ends}), token=token.hex(), **addresses)
         # Half of the time: the others wait as long for the word that it failed.
         until = meeting.deadline - meeting.timeout_seconds / 2
         try:
@@ -340,7 +377,7 @@ def connect(meeting: Meeting, wires: Sequence[Collection[int]]) -> list[dict[int
                     connected[i, peer] = _connect(peer, said[peer], hosts[peer] == hosts[rank], hello, until)
         except PeerGoneError as error:
             failure = error
-        meeting.say(failure)
+        meeting.say(failure, of=())
         _accept(listeners, token, awaited, connected, meeting.deadline)
         on_failure.pop_all()
     return [{peer: connected[i, peer] for peer in peers} for i, peers in enumerate(wires)]
