@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ringtile import PeerLostError, RingMismatchError
-from ringtile.transport import agreement, groups, sockets
+from ringtile.transport import agreement, failures, groups, sockets
 from ringtile.transport.agreement import HEADER_BYTES
 from ringtile.transport.sockets import Meeting
 
@@ -35,6 +36,52 @@ def all_meet(world_size: int, function: Callable[[Meeting], Any], seconds: float
 
     with concurrent.futures.ThreadPoolExecutor(world_size) as threads:
         return list(threads.map(join, range(world_size)))
+
+
+@pytest.mark.parametrize("world_size", [8, 64, pytest.param(256, marks=pytest.mark.long)])
+def test_a_rank_meets_and_connects_by_the_same_few_operations_of_the_store(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hosts have 8 ranks. A rank reads what few others say, and an answer of rank 0 that grows by its place alone."""
+    operations: Counter[tuple[str, int]] = Counter()
+    rank_of = threading.local()
+
+    class Counted:
+        def __init__(self, prefix: str, store: dist.Store) -> None:
+            self._store = dist.PrefixStore(prefix, store)
+
+        def __getattr__(self, name: str) -> Any:
+            def operate(*arguments: Any) -> Any:
+                operations["operations", rank_of.rank] += 1
+                if name == "multi_get":
+                    operations["keys read", rank_of.rank] += len(arguments[0])
+                return getattr(self._store, name)(*arguments)
+
+            return operate
+
+    def join(rank: int) -> int:
+        rank_of.rank = rank
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+        meeting = Meeting(store, rank, world_size, 40.0)
+        meeting.hosts = tuple(peer // 8 * 8 for peer in range(world_size))
+        on_host = [peer for peer in range(rank // 8 * 8, rank // 8 * 8 + 8) if peer != rank]
+        wires = [agreement.tree_neighbors(rank, world_size), failures.neighbors(rank, world_size), on_host]
+        links = sockets.connect(meeting, wires)
+        for wire in links:
+            sockets.close_all(wire.values())
+        return sum(map(len, links))
+
+    monkeypatch.setattr(sockets, "PrefixStore", Counted)
+    monkeypatch.setattr(sockets, "_host_id", lambda: f"host {rank_of.rank // 8}")
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with concurrent.futures.ThreadPoolExecutor(world_size) as threads:
+        num_sockets = list(threads.map(join, range(world_size)))
+    assert max(num_sockets) <= 3 + failures.MAX_NEIGHBORS + 7
+    for rank in range(world_size):
+        assert operations["operations", rank] <= (22 if rank == 0 else 13)
+        assert operations["keys read", rank] <= 3 + 3 + failures.MAX_NEIGHBORS + 7 + (
+            3 * world_size if rank == 0 else 0
+        )
 
 
 def to_all_others(meeting: Meeting) -> list[dict[int, socket.socket]]:
