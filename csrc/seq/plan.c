@@ -255,7 +255,9 @@ static int64_t first_span(const parts *x, const rt_run *run) {
 // How many positions of a run are below `bound`.
 static int64_t num_below(const rt_run *run, int64_t bound) {
     if (bound <= run->global_begin) return 0;
-    const int64_t steps = run->length == 1 ? 0 : (bound - 1 - run->global_begin) / run->stride;
+    if (run->length == 1) return 1;
+    const int64_t way = bound - 1 - run->global_begin;
+    const int64_t steps = run->stride == 1 ? way : way / run->stride; // a division takes most of the time
     return steps < run->length ? steps + 1 : run->length;
 }
 

@@ -46,6 +46,23 @@ static void test_causal_zigzag_over_two_ranks(void) {
     free(p.workspace);
 }
 
+// At 1,024 ranks a rank's share of the workspace, not the sequence's.
+static void test_the_workspace_is_that_of_one_rank(void) {
+    enum { RANKS = 1024, SHARE = 128 };
+    static rt_run runs[RANKS];
+    static int64_t run_offsets[RANKS + 1];
+    static int32_t begin[RANKS * SHARE], end[RANKS * SHARE];
+    for (int64_t r = 0; r < RANKS; r++) runs[r] = (rt_run){r * SHARE, 1, 0, SHARE}, run_offsets[r + 1] = r + 1;
+    rt_plan_params p = {.num_ranks = RANKS,
+                        .seq_len = RANKS * SHARE,
+                        .mask_batch = 1,
+                        .runs = runs,
+                        .run_offsets = run_offsets,
+                        .begin = begin,
+                        .end = end};
+    CHECK(rt_plan_workspace_bytes(&p) <= RANKS * (int64_t)sizeof(rt_layout_place) + 64 * SHARE + 1024);
+}
+
 // The stride of a single token is any number: a step past it would overflow.
 static void test_a_single_token_has_any_stride(void) {
     const rt_run runs[] = {{0, INT64_MAX, 0, 1}, {1, INT64_MAX, 0, 1}};
@@ -265,6 +282,7 @@ static void test_meetings_refuse_malformed_params(void) {
 
 int main(void) {
     test_causal_zigzag_over_two_ranks();
+    test_the_workspace_is_that_of_one_rank();
     test_a_single_token_has_any_stride();
     test_plan_refuses_malformed_params();
     test_digest_sees_every_change();
