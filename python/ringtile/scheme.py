@@ -66,20 +66,30 @@ class Scheme:
         return size
 
 
-def candidates(hosts: tuple[int, ...]) -> list[str]:
-    """Return what `auto` chooses from. hosts: by rank, as in `Transport`. all_gather receives what the ring does."""
-    of_hosts = usp_of_hosts(hosts)
-    names = ["ring", "ulysses"]
-    return names if of_hosts in ("usp:1", f"usp:{len(hosts)}") else [*names, of_hosts]
+def candidates(hosts: tuple[int, ...], num_heads: int, num_kv_heads: int) -> list[str]:
+    """Return what `auto` chooses from: ranks that share heads work on as many each.
+
+    hosts: by rank, as in `Transport`. all_gather receives what the ring does.
+    """
+    sizes = _sizes_in_hosts(hosts)
+    names = {"ring": 1, "ulysses": len(hosts)}
+    if sizes[-1] < len(hosts):
+        names |= {f"usp:{size}": size for size in sizes[1:]}
+    heads = num_heads, num_kv_heads
+    return [name for name, size in names.items() if len({len(each.heads) for each in shares_of(size, *heads)}) == 1]
+
+
+def usp_of_hosts(hosts: tuple[int, ...]) -> str:
+    """Return usp for the most neighbors that always share a host: ulysses within hosts, a ring between them."""
+    return f"usp:{_sizes_in_hosts(hosts)[-1]}"
 
 
 @functools.cache  # every call of a layer asks
-def usp_of_hosts(hosts: tuple[int, ...]) -> str:
-    """Return usp for the most neighbors that always share a host: ulysses within hosts, a ring between them."""
-    world_size = len(hosts)
-    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    within = [size for size in sizes if all(hosts[rank] == hosts[rank // size * size] for rank in range(world_size))]
-    return f"usp:{within[-1]}"
+def _sizes_in_hosts(hosts: tuple[int, ...]) -> list[int]:
+    """Return how many neighbors may always share a host, 1 among them."""
+    ranks = range(len(hosts))
+    sizes = [size for size in range(1, len(hosts) + 1) if len(hosts) % size == 0]
+    return [size for size in sizes if all(hosts[rank] == hosts[rank // size * size] for rank in ranks)]
 
 
 # ---- shares of the heads ------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ringtile import (
 )
 from ringtile import scheme as schemes
 from ringtile.cli import main
-from ringtile.sequence.plan import Shape
+from ringtile.sequence.plan import Shape, cheapest
 from ringtile.transport.loopback import LoopbackGroup
 
 
@@ -101,7 +101,7 @@ def test_resolved_schemes_equal_one_rank_and_send_what_is_planned(world_size: in
         layout = Layout.zigzag(SEQ_LEN, world_size)
         ran = run(p, MASKS[mask], layout, scheme)
         assert_close(ran.results, run_ring(p, MASKS[mask], Layout.contiguous(SEQ_LEN, 1)), FLOAT64_TOLERANCE)
-        of_schemes = [run(p, MASKS[mask], layout, name).sent for name in schemes.candidates((0,) * world_size)]
+        of_schemes = [run(p, MASKS[mask], layout, name).sent for name in ("ring", "ulysses")]
         assert ran.sent in (of_schemes if scheme == "auto" else of_schemes[-1:])
 
 
@@ -144,7 +144,28 @@ def test_usp_without_a_number_is_ulysses_inside_hosts() -> None:
         ((0, 0, 0, 3, 3, 3), "usp:3"),
     ):
         assert schemes.usp_of_hosts(hosts) == expected
-        assert (expected in schemes.candidates(hosts)) == (expected not in ("usp:1", f"usp:{len(hosts)}"))
+        tried = schemes.candidates(hosts, 12, 12)
+        assert (expected in tried) == (expected not in ("usp:1", f"usp:{len(hosts)}"))
+
+
+def test_auto_leaves_no_rank_of_many_hosts_idle() -> None:
+    """64 ranks, 8 of a host. ulysses would send least, and half of the ranks would have no head of 32."""
+    world_size, seq_len = 64, 64 * 16
+    hosts, mask = tuple(rank // 8 for rank in range(world_size)), IntervalMask.causal(seq_len)
+    layout = Layout.zigzag(seq_len, world_size)
+    for num_kv_heads in (8, 4, 2):
+        shape = Shape(1, 32, num_kv_heads, 128, 128, torch.bfloat16)
+        names = ("ring", "ulysses", "usp:2", "usp:4", "usp:8")
+        over_network = {name: received(mask, hosts, shape, name, layout) for name in names}
+        # Of 56 ranks: keys twice, 2 bytes a number, and gradients back, 4; of each pair of chunks three of four travel.
+        assert over_network["ring"] == 56 * 16 * num_kv_heads * 256 * 6
+        for size in (2, 4, 8):
+            assert over_network[f"usp:{size}"] == over_network["ring"] // min(size, num_kv_heads)
+        assert over_network["ulysses"] < over_network["ring"]
+        assert cheapest(mask, layout, shape, hosts) == f"usp:{num_kv_heads}"  # the fewest that send so little
+    assert schemes.candidates(hosts, 32, 8) == ["ring", "usp:2", "usp:4", "usp:8"]
+    assert schemes.candidates(hosts, 64, 8) == ["ring", "ulysses", "usp:2", "usp:4", "usp:8"]
+    assert schemes.candidates((0,) * 6, 8, 8) == ["ring"]  # 2, 2, 1, 1, 1, 1 heads
 
 
 def test_plan_of_a_scheme_to_resolve_is_refused() -> None:

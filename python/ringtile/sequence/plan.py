@@ -171,4 +171,4 @@ def cheapest(mask: IntervalMask, layout: Layout, shape: Shape, hosts: tuple[int,
         forward, backward = Counts(mask, layout, shape, Scheme.parse(scheme)).sent_bytes()
         return int(((forward + backward) * is_slow).sum(0).max())
 
-    return min(candidates(hosts), key=received)  # the first of equal ones
+    return min(candidates(hosts, shape.num_heads, shape.num_kv_heads), key=received)  # the first of equal ones
