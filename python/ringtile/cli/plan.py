@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import itertools
 import operator
 import pathlib
 from collections.abc import Callable
@@ -17,27 +18,30 @@ from typing import Any, get_args, get_type_hints
 import torch
 
 from ringtile.cli import Outcome, plan_model
-from ringtile.cli.output import check_output, write_output
+from ringtile.cli.output import check_output, table, write_output
 from ringtile.config import Config
 from ringtile.errors import ConfigError, RingtileError
-from ringtile.planner.advice import layer_seconds
-from ringtile.planner.layer import Plan, plan_attention, plan_of
+from ringtile.planner.layer import pairs_of, plan_attention, plan_of, shortened
 from ringtile.planner.recurrent_layer import KINDS, scheme_costs
 from ringtile.planner.recurrent_layer import table as recurrent_table
+from ringtile.planner.simulate import simulate
 from ringtile.planner.sizes import Rates, parse_rates, parse_tokens
-from ringtile.scheme import EXPECTED, usp_of_hosts
+from ringtile.scheme import EXPECTED, Scheme, usp_of_hosts
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import cheapest
+from ringtile.sequence.plan import Counts, cheapest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 LAYOUTS = get_args(get_type_hints(Config)["layout"])
+
+_SECONDS = ("computing", "sending", "exposed", "together")
 
 # --mask NAME or NAME:NUMBERS -> a mask of seq_len tokens.
 MASKS: dict[str, Callable[[int, list[int]], IntervalMask]] = {
     "causal": lambda seq_len, none: IntervalMask.causal(seq_len, *none),
     "full": lambda seq_len, none: IntervalMask.full(seq_len, *none),
     "documents": lambda seq_len, lengths: IntervalMask.documents(lengths),
+    "packed": lambda seq_len, lengths: IntervalMask.documents(filled(lengths, seq_len)),
     "window": lambda seq_len, window: IntervalMask.sliding_window(seq_len, *window),
     "prefix": lambda seq_len, prefix: IntervalMask.prefix_lm(seq_len, *prefix),
     "chunked": lambda seq_len, chunk: IntervalMask.chunked(seq_len, *chunk),
@@ -57,8 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mask",
         action="append",
         metavar="MASK",
-        help="causal (the default), full, documents:LENGTH,LENGTH,..., window:TOKENS, prefix:TOKENS, chunked:TOKENS, "
-        "shared_prefix:PROMPT,COMPLETION,...; given again: the intersection",
+        help="causal (the default), full, documents:LENGTH,LENGTH,..., packed:LENGTH,LENGTH,... (again and again until "
+        "they fill the sequence), window:TOKENS, prefix:TOKENS, chunked:TOKENS, shared_prefix:PROMPT,COMPLETION,...; "
+        "given again: the intersection; of a model: for its seconds, beside those of its layers",
     )
     parser.add_argument("--num-heads", type=int, metavar="H", help="of one layer: query heads")
     parser.add_argument("--num-kv-heads", type=int, metavar="G", help="key and value heads (H)")
@@ -94,10 +99,7 @@ def run(args: argparse.Namespace) -> Outcome:
         return plan_model.run(args)
     _check_layer(args)
     args.seq_len, args.dtype = parse_tokens(args.seq_len), args.dtype or "bfloat16"
-    masks = [parse_mask(text, args.seq_len) for text in args.mask or ["causal"]]
-    mask = functools.reduce(operator.and_, masks)
-    if mask.seq_len != args.seq_len:
-        raise ConfigError(f"--mask is of {mask.seq_len} tokens and --seq-len is {args.seq_len}; expected as many")
+    mask = parse_masks(args.mask or ["causal"], args.seq_len)
     layout = Layout.of_mask(args.layout, mask, args.world_size)
     if args.plot:
         check_output(args.plot, "--plot")
@@ -126,8 +128,13 @@ def run(args: argparse.Namespace) -> Outcome:
     print(f"One attention layer (for a whole model: --model, or the file of a run):\n\n{plan}")
     print("\nThis layer, forward and backward, by scheme:")
     names = dict.fromkeys([*_candidates(args.world_size), scheme])
-    schemes = [_facts(plan_of(mask, layout, shape, name), hosts, rates) for name in names]
+    schemes = [_facts(Counts(mask, layout, shape, Scheme.parse(name)), hosts, rates) for name in names]
     print(_table(schemes, scheme))
+    if rates is not None:
+        rounds = next(facts["rounds"] for facts in schemes if facts["scheme"] == scheme)
+        lines = [(str(i), *(f"{ms * 1e3:.3f}" for ms in each.values())) for i, each in enumerate(rounds)]
+        header = ("round", "ms computing", "mean", "ms sending", "ms waiting for keys")
+        print(table(f"\nRounds of {scheme}, forward and backward:", shortened(lines), header, right=True).rstrip())
     costs = [cost for layer in layers for cost in scheme_costs(*layer, mask, layout, shape.dtype, args.batch)]
     if costs:
         print(f"\nRecurrent layers, by scheme:\n{recurrent_table(costs)}")
@@ -174,20 +181,21 @@ def _candidates(world_size: int) -> list[str]:
     return ["ring", "all_gather", *(f"usp:{size}" for size in sizes), "ulysses"]
 
 
-def _facts(plan: Plan, hosts: tuple[int, ...], rates: Rates | None) -> dict[str, Any]:
-    forward, backward = plan.sent_bytes
-    sent, host = forward + backward, torch.tensor(hosts)
+def _facts(counts: Counts, hosts: tuple[int, ...], rates: Rates | None) -> dict[str, Any]:
+    forward, backward = counts.sent_bytes()
+    sent, host, pairs = forward + backward, torch.tensor(hosts), pairs_of(counts)
     between = int(sent[host[:, None] != host].sum())
-    facts = {
-        "scheme": plan.scheme,
+    facts: dict[str, Any] = {
+        "scheme": counts.scheme.text,
         "bytes_within": int(sent.sum()) - between,
         "bytes_between": between,
-        "imbalance": plan.imbalance,
+        "imbalance": int(pairs.max()) * len(pairs) / max(int(pairs.sum()), 1) or 1.0,
     }
     if rates is None:
         return facts
-    seconds = layer_seconds(plan, rates, hosts)
-    return facts | {"computing_s": seconds.computing, "sending_s": seconds.sending}
+    seconds = simulate(counts, rates, hosts)
+    facts |= {f"{name}_s": getattr(seconds, name) for name in _SECONDS}
+    return facts | {"rounds": [each._asdict() for each in seconds.rounds]}
 
 
 def _table(schemes: list[dict[str, Any]], chosen: str) -> str:
@@ -199,13 +207,30 @@ def _table(schemes: list[dict[str, Any]], chosen: str) -> str:
             f"{facts['bytes_within'] / 1e6:.3f}",
             f"{facts['bytes_between'] / 1e6:.3f}",
             f"{facts['imbalance']:.2f}",
-            *(f"{facts[name] * 1e3:.3f}" for name in ("computing_s", "sending_s") if name in facts),
+            *(f"{facts[f'{name}_s'] * 1e3:.3f}" for name in _SECONDS if "rounds" in facts),
         ]
         for facts in schemes
     ]
-    rows.insert(0, [*header, "ms computing", "ms sending"][: len(rows[0])])
+    rows.insert(0, [*header, *(f"ms {name}" for name in _SECONDS)][: len(rows[0])])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def filled(lengths: list[int], seq_len: int) -> list[int]:
+    """Return the lengths again and again until they add up to seq_len, the last one cut. ValueError: they never do."""
+    if min(lengths) < 1:
+        raise ValueError
+    times, rest = divmod(seq_len, sum(lengths))
+    ends = [min(end, rest) for end in itertools.accumulate(lengths, initial=0)]
+    return lengths * times + [end - begin for begin, end in itertools.pairwise(ends) if end > begin]
+
+
+def parse_masks(texts: list[str], seq_len: int) -> IntervalMask:
+    """The intersection of masks. ConfigError: they are of another length; as `parse_mask`."""
+    mask = functools.reduce(operator.and_, [parse_mask(text, seq_len) for text in texts])
+    if mask.seq_len != seq_len:
+        raise ConfigError(f"--mask is of {mask.seq_len} tokens, and the sequence has {seq_len}; expected as many")
+    return mask
 
 
 def parse_mask(text: str, seq_len: int) -> IntervalMask:
@@ -217,6 +242,6 @@ def parse_mask(text: str, seq_len: int) -> IntervalMask:
         if isinstance(error, RingtileError):
             raise
         raise ConfigError(
-            f"--mask is {text!r}; expected causal, full, documents:LENGTH,LENGTH,..., window:TOKENS, prefix:TOKENS, "
-            "chunked:TOKENS or shared_prefix:PROMPT,COMPLETION,..."
+            f"--mask is {text!r}; expected causal, full, documents:LENGTH,LENGTH,..., packed:LENGTH,LENGTH,..., "
+            "window:TOKENS, prefix:TOKENS, chunked:TOKENS or shared_prefix:PROMPT,COMPLETION,..."
         ) from error

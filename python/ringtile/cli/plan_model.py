@@ -23,7 +23,7 @@ from ringtile.planner.sizes import bytes_text, parse_bytes, parse_rates, parse_t
 from ringtile.scheme import Scheme
 
 ENGINES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
-OF_A_LAYER = ("world_size", "mask", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "recurrent")
+OF_A_LAYER = ("world_size", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "recurrent")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -79,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Prints the plan. Raises ConfigError, RefusedError."""
-    from ringtile.planner.advice import longest, step_seconds, switches
+    from ringtile.cli.plan import parse_masks
+    from ringtile.planner.advice import longest, padded, step_seconds, switches
     from ringtile.planner.step import TrainingStep
 
     given = [name for name in OF_A_LAYER if getattr(args, name) not in (None, [])]
@@ -88,6 +89,8 @@ def run(args: argparse.Namespace) -> Outcome:
             f"--{given[0].replace('_', '-')} is of one attention layer; expected it without --model, whose "
             f"configuration says it, with --devices for the ranks"
         )
+    if args.mask and args.rates is None:
+        raise ConfigError("--mask of a model changes its seconds alone, which need --rates; expected both or neither")
     if args.lora_rank < 0:
         raise ConfigError(f"--lora-rank is {args.lora_rank}; expected a rank, as 16, or 0 for no adapters")
     if args.load_in_4bit and not args.lora_rank:
@@ -106,6 +109,7 @@ def run(args: argparse.Namespace) -> Outcome:
         memory_text = args.memory
     memory = None if memory_text is None else parse_bytes(memory_text)
     hosts, rates = hosts_of(args, setup.devices), None if args.rates is None else parse_rates(args.rates)
+    mask = parse_masks(args.mask, padded(setup, seq_len)) if args.mask else None
     with _told_as_ours():
         with TrainingStep(setup) as step:
             num_parameters, at_peak = step.num_parameters, step.run(seq_len)
@@ -170,13 +174,15 @@ def run(args: argparse.Namespace) -> Outcome:
                 told += "" if saved >= 0 else " more"
             print(f"  {switch.key:{width}} {told}")
     if rates is not None:
-        seconds = step_seconds(setup, at_peak, rates, hosts)
+        seconds = step_seconds(setup, at_peak, rates, hosts, mask)
         print(
-            f"\nA batch takes the busiest rank {seconds.computing:.3g} s of matrix products and attention, and "
-            f"{seconds.sending:.3g} s of attention's messages, which those may hide. Not counted: what the engine "
+            f"\nA batch takes the busiest rank {seconds.computing:.3g} s of matrix products and attention (the mean "
+            f"{seconds.mean:.3g} s), and {seconds.sending:.3g} s of attention's messages, of which "
+            f"{seconds.exposed:.3g} s are not hidden: {seconds.together:.3g} s together. Not counted: what the engine "
             f"sends, the optimizer, other kernels."
         )
-        report["seconds"] = seconds._asdict()
+        names = ("computing", "mean", "sending", "exposed", "together")
+        report["seconds"] = {name: getattr(seconds, name) for name in names}
     if args.plot:
         plot_memory = importlib.import_module("ringtile.cli.plan_plot").plot_memory
         bars = at_peak.phases if setup.grpo else {"this plan": at_peak.parts}

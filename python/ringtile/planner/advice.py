@@ -6,15 +6,16 @@ import collections
 import dataclasses
 from typing import Any, NamedTuple
 
-import torch
-
 from ringtile.errors import RingtileError
 from ringtile.hf.batch import CHECKPOINTING
-from ringtile.planner.layer import Plan, plan_of
 from ringtile.planner.setup import Setup
+from ringtile.planner.simulate import LayerSeconds, simulate
 from ringtile.planner.sizes import Rates
 from ringtile.planner.step import StepMemory, TrainingStep
+from ringtile.scheme import Scheme
 from ringtile.sequence.layout import Layout, resolved
+from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.plan import Counts
 
 _MAX_LOCAL_TOKENS, _MAX_CHUNKS = 2**20, 2**8  # planned; beyond, memory is a line through what was
 _STEPS = 8  # of the search
@@ -35,16 +36,14 @@ class Switch(NamedTuple):
     refused: str = ""
 
 
-class Seconds(NamedTuple):
-    """Of the busiest rank. Messages travel behind kernels where they can: together between the larger and the sum."""
-
-    computing: float
-    sending: float
-
-
 def multiple_of(setup: Setup) -> int:
     """What a sequence is padded to a multiple of."""
     return Layout.multiple(resolved(setup.ringtile.layout), setup.ringtile.context_parallel_size)
+
+
+def padded(setup: Setup, seq_len: int) -> int:
+    """Return the tokens of a sequence that is padded for its layout."""
+    return -(-seq_len // multiple_of(setup)) * multiple_of(setup)
 
 
 def longest(step: TrainingStep, memory: int, known: StepMemory) -> Longest:
@@ -140,28 +139,21 @@ def _tried(key: str, setup: Setup, changed: dict[str, Any], seq_len: int) -> Swi
         return Switch(key, None, str(error))
 
 
-def step_seconds(setup: Setup, memory: StepMemory, rates: Rates, hosts: tuple[int, ...]) -> Seconds:
-    """Return what matrix products and attention of one batch take, recomputed ones too. hosts: of each device.
+def step_seconds(
+    setup: Setup, memory: StepMemory, rates: Rates, hosts: tuple[int, ...], beside: IntervalMask | None = None
+) -> LayerSeconds:
+    """Return what matrix products and attention of one batch take, recomputed ones too; no rounds.
 
-    What engines send, loading data and the optimizer are not counted.
+    hosts: of each device. beside: a mask of a padded sequence, with which those of the layers are intersected. What
+    engines send, loading data and the optimizer are not counted.
     """
     size, config = setup.ringtile.context_parallel_size, setup.ringtile
-    unit = multiple_of(setup)
-    layout = Layout.named(resolved(config.layout), -(-memory.seq_len // unit) * unit, size)
-    scheme = config.context_parallel_scheme if size > 1 else "ring"
-    computing, sending = memory.product_flops / rates.flops, 0.0
+    layout = Layout.of_mask(config.layout, beside or IntervalMask.causal(padded(setup, memory.seq_len)), size)
+    scheme = Scheme.parse(config.context_parallel_scheme if size > 1 else "ring")
+    products = memory.product_flops / rates.flops
+    found = [products, products, 0.0, products]
     for (shape, mask, is_again), count in collections.Counter(memory.attention).items():
-        of_call = layer_seconds(plan_of(mask, layout, shape, scheme), rates, hosts[:size], 0.0 if is_again else 1.0)
-        computing += count * of_call.computing
-        sending += count * of_call.sending
-    return Seconds(computing, sending)
-
-
-def layer_seconds(plan: Plan, rates: Rates, hosts: tuple[int, ...], backwards: float = 1.0) -> Seconds:
-    """Return what one attention layer takes by its plan, forward and so many backwards. hosts: of each rank."""
-    flops = max(rank.forward_flops + backwards * rank.backward_flops for rank in plan.ranks)
-    within = torch.tensor([[one == other for other in hosts] for one in hosts])
-    forward, backward = plan.sent_bytes
-    sent = forward + backwards * backward
-    seconds = torch.where(within, sent / rates.within, sent / rates.between).sum(1)
-    return Seconds(flops / rates.flops, float(seconds.max()))
+        counts = Counts(mask if beside is None else mask & beside, layout, shape, scheme)
+        of_call = simulate(counts, rates, hosts[:size], 0.0 if is_again else 1.0)
+        found = [total + count * each for total, each in zip(found, of_call[:4], strict=True)]
+    return LayerSeconds(*found)

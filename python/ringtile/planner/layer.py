@@ -6,7 +6,9 @@ W ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.plan import Counts, Shape
 
+Row = TypeVar("Row")
 _MAX_HEADS = 2**16
 
 
@@ -119,7 +122,7 @@ class Plan:
             f"forward, {self.backward_bytes / 1e6:.3f} MB backward, {flops / 1e9:.3f} GFLOP, busiest rank "
             f"{self.imbalance:.2f} x the mean"
         )
-        return "\n".join([*lines, total])
+        return "\n".join([*lines[:1], *shortened(lines[1:]), total])
 
 
 def plan_attention(
@@ -182,9 +185,7 @@ def plan_of(mask: IntervalMask, layout: Layout, shape: Shape, scheme: str) -> Pl
     """`plan` of arguments that fit each other."""
     counts = Counts(mask, layout, shape, Scheme.parse(scheme))
     forward, backward = counts.sent_bytes()
-    # By a rank for each head; a multiply-add is 2.
-    pairs = counts.pairs.sum(1).repeat_interleave(counts.size) * counts.heads
-    dim, v_dim = shape.head_dim, shape.v_head_dim
+    pairs, flops = pairs_of(counts), flops_of_pair(shape)
     ranks = tuple(
         RankCost(
             rank=rank,
@@ -195,20 +196,33 @@ def plan_of(mask: IntervalMask, layout: Layout, shape: Shape, scheme: str) -> Pl
             forward_bytes_received=int(forward[:, rank].sum()),
             backward_bytes_sent=int(backward[rank].sum()),
             backward_bytes_received=int(backward[:, rank].sum()),
-            forward_flops=2 * int(pairs[rank]) * (dim + v_dim),
-            backward_flops=2 * int(pairs[rank]) * (3 * dim + 2 * v_dim),
+            forward_flops=int(pairs[rank]) * flops[0],
+            backward_flops=int(pairs[rank]) * flops[1],
         )
         for rank in range(layout.world_size)
     )
     return Plan(layout.seq_len, ranks, scheme, shape, (forward, backward))
 
 
+def shortened(rows: Sequence[Row]) -> list[Row]:
+    """Return the first and the last rows of many."""
+    return [*rows] if len(rows) <= 64 else [*rows[:8], *rows[-8:]]
+
+
+def pairs_of(counts: Counts) -> Tensor:
+    """Return (W,): the pairs that each rank computes, those of all its heads."""
+    return counts.pairs.sum(1).repeat_interleave(counts.size) * counts.heads
+
+
+def flops_of_pair(shape: Shape) -> tuple[int, int]:
+    """Return those of a query and a key of one head, forward and backward; a multiply-add is 2."""
+    return 2 * (shape.head_dim + shape.v_head_dim), 2 * (3 * shape.head_dim + 2 * shape.v_head_dim)
+
+
 def _rounds(counts: Counts, rank: int) -> tuple[RoundCost, ...]:
     num_groups, (group, place) = len(counts.keys), divmod(rank, counts.size)
+    keys, pairs = counts.keys[group].tolist(), counts.pairs[group].tolist()
     key_groups = [(group - i) % num_groups for i in range(num_groups)]
     if counts.scheme.at_once:
         key_groups.sort()
-    return tuple(
-        RoundCost(other * counts.size + place, int(counts.keys[group, other]), int(counts.pairs[group, other]))
-        for other in key_groups
-    )
+    return tuple(RoundCost(other * counts.size + place, keys[other], pairs[other]) for other in key_groups)
