@@ -329,16 +329,22 @@ def test_headers_in_the_store_stay_in_order_and_the_last_ones_arrive() -> None:
 
 
 def test_a_group_that_was_idle_for_longer_than_its_timeout_is_awake_at_once() -> None:
-    """Its thread looks for nothing meanwhile: nobody waits so long."""
-    store, channels = in_store(0.2)
-    time.sleep(0.5)
-    with mock.patch.object(store, "check", side_effect=AssertionError("nobody waits")):
-        time.sleep(0.1)
+    """Its threads wait, and look for nothing meanwhile."""
+    _, channels = in_store(0.2)
+    time.sleep(0.2)
+    operations = [
+        mock.patch.object(Store, name, side_effect=AssertionError) for name in ("check", "get", "add", "wait")
+    ]
+    with contextlib.ExitStack() as forbidden:
+        for each in operations:
+            forbidden.enter_context(each)
+        time.sleep(0.3)
     for rank, channel in enumerate(channels):
         channel.send(header(rank), [1 - rank])
     assert [take(channel, 1 - rank) for rank, channel in enumerate(channels)] == [header(1), header(0)]
     for channel in channels:
         channel.close()
+        assert not any(carrier.is_alive() for carrier in channel._carriers)
 
 
 def test_the_end_of_the_store_is_told() -> None:

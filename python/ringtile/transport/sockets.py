@@ -9,10 +9,10 @@ headers between the store and such a socket.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import datetime
 import fcntl
+import itertools
 import json
 import os
 import secrets
@@ -22,7 +22,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, cast
@@ -42,8 +42,8 @@ from ringtile.transport.agreement import (
 
 _TOKEN_BYTES = 16
 _INTRODUCTION = struct.Struct(f"<IB{_TOKEN_BYTES}s")  # who connects, by which wire, and the token of who listens
+_SENDER = struct.Struct("<I")  # of a header in an inbox
 _MAX_STRANGERS = 256  # that a rank listens to at once; then the first of them is no peer
-_LOOK_SECONDS = 0.0005, 0.02  # between two looks into the store for a header: at least, at most
 _ANSWER_SECONDS = 1.0  # how long, after the deadline of a meeting, a rank waits to hear from rank 0 who has not come
 _LAST_SECONDS = 0.5  # that the last headers of a rank may take to reach the store
 LONGEST_SECONDS = 1e9  # a timeout of more, such as timedelta.max, is this one: clocks and the kernel can add it up
@@ -153,47 +153,72 @@ os.register_at_fork(after_in_child=_free_in_child)
 
 
 class StoreChannel(SocketChannel):
-    """Carries headers through the store of the group, by a thread: a host that runs ahead of its GPU does not wait."""
+    """Carries headers through the store of the group, by threads: a host that runs ahead of its GPU does not wait.
+
+    Each rank has an inbox there, in which its peers number what they put. One thread waits in the store for the next
+    of it, on a connection of its own, the other for what this rank sends; neither looks again and again.
+    """
 
     def __init__(self, store: Store, rank: int, peers: Collection[int], timeout_seconds: float) -> None:
         pairs = {peer: socket.socketpair() for peer in peers}
         super().__init__({peer: own for peer, (own, _) in pairs.items()}, timeout_seconds)
         inside = SocketChannel({peer: other for peer, (_, other) in pairs.items()}, timeout_seconds)
-        inside.free.atexit = False  # the thread may still wait: it ends when this end is closed
-        carried = store, rank, list(peers), inside
-        self._carrier = threading.Thread(target=_carry, args=carried, name="ringtile headers", daemon=True)
-        self._carrier.start()
+        inside.free.atexit = False  # a thread may still wait: it ends when this end is closed
+        ways = (_put_all, store), (_take_all, own_connection(store))
+        self._carriers = [
+            threading.Thread(
+                target=_carry, args=(way, end, rank, list(peers), inside), name="ringtile headers", daemon=True
+            )
+            for way, end in ways
+        ]
+        for carrier in self._carriers:
+            carrier.start()
 
     def close(self) -> None:
         super().close()
-        self._carrier.join(_LAST_SECONDS)
+        for carrier in self._carriers:
+            carrier.join(_LAST_SECONDS)
 
 
-def _carry(store: Store, rank: int, peers: list[int], inside: SocketChannel) -> None:
-    """Carry headers between the store and this rank, until it hangs up."""
-    counts: collections.Counter[str] = collections.Counter()  # of headers, by their way
-    last, hung_up = time.monotonic(), False
-    while not hung_up:
-        before = counts.total()
-        for peer in peers:
-            out, back = f"{rank}>{peer}", f"{peer}>{rank}"
+def _carry(way: Callable[..., None], store: Store, rank: int, peers: list[int], inside: SocketChannel) -> None:
+    try:
+        way(store, rank, peers, inside)
+    except RuntimeError as error:
+        reason = f"the store of the group has ended: {str(error).splitlines()[0]}"
+        inside.send_last(announcement(reason, peers[0]))
+
+
+def _put_all(store: Store, rank: int, peers: list[int], inside: SocketChannel) -> None:
+    """Put what this rank sends into its peers' inboxes until it hangs up; then what ends `_take_all` into its own."""
+
+    def put(peer: int, sender: int, header: bytes) -> None:
+        number = store.add(f"inbox {peer}", 1)
+        store.set(f"inbox {peer}/{number}", _SENDER.pack(sender) + header)  # type: ignore[arg-type]
+
+    left = [*peers]
+    while left:
+        inside.wait(left, _LONGEST_WAIT)
+        for peer in [*left]:
             try:
                 while (header := inside.receive(peer)) is not None:
-                    store.set(f"{out}/{counts[out]}", header)  # type: ignore[arg-type]
-                    counts[out] += 1
-                if store.check([key := f"{back}/{counts[back]}"]):
-                    inside.send(store.get(key), (peer,))
-                    store.delete_key(key)
-                    counts[back] += 1
+                    put(peer, rank, header)
             except PeerGoneError:
-                hung_up = True
-            except RuntimeError as error:
-                inside.send_last(announcement(f"the store of the group has ended: {str(error).splitlines()[0]}", peer))
-                return
-        now = time.monotonic()
-        last = last if counts.total() == before else now
-        pause = min(max((now - last) / 4, _LOOK_SECONDS[0]), _LOOK_SECONDS[1])
-        inside.wait(peers, pause if now - last < inside.timeout_seconds else 3600.0)  # nobody waits for longer
+                left.remove(peer)
+    put(rank, rank, b"")
+
+
+def _take_all(store: Store, rank: int, peers: list[int], inside: SocketChannel) -> None:
+    """Hand this rank what its peers put into its inbox."""
+    for number in itertools.count(1):
+        key = f"inbox {rank}/{number}"
+        while not store.check([key]):
+            with contextlib.suppress(DistError):  # it was long, or the store has ended, which `check` raises
+                store.wait([key], datetime.timedelta(seconds=_LONGEST_WAIT))
+        message = store.get(key)
+        store.delete_key(key)
+        if (sender := _SENDER.unpack_from(message)[0]) == rank:
+            return
+        inside.send(message[_SENDER.size :], (sender,))
 
 
 # ---- meeting in the store -----------------------------------------------------------------------
