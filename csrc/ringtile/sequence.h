@@ -117,11 +117,11 @@ typedef struct rt_rank_plan {
 // owner; those of a block at once are in the order of their positions. A round in place has transfers of no key.
 //   RT_BAD_SHAPE, RT_TOO_LARGE, RT_BAD_POINTER, RT_BAD_RUN, RT_BAD_LAYOUT (as rt_layout_check), RT_BAD_RANK,
 //   RT_WORKSPACE, RT_CAPACITY (what the transfers and runs hold is not defined then)
-// O(S + R W), and times log S with two sides.
+// O(S + R W), and times log S with two sides. The workspace grows with the tokens of one rank, with two sides with S.
 rt_status rt_plan_rank(const rt_plan_params *p, int64_t rank, bool at_once, rt_rank_plan *plan);
 
 // keys, pairs (W, W), [query rank][key rank]: the keys of a rank that another attends, and the unmasked pairs, summed
-// over the mask's rows. O(W S), and times log S with two sides.
+// over the mask's rows. O(S + R W), with two sides O(W S log S).
 rt_status rt_plan_counts(const rt_plan_params *p, int64_t *keys, int64_t *pairs);
 
 // ---- a layout for a mask -------------------------------------------------------------------------
