@@ -20,7 +20,6 @@
 
 #include "ringtile/attn.h"          // attention over one block of keys
 #include "ringtile/cross_entropy.h" // softmax cross entropy
-#include "ringtile/dropout.h"       // dropout from counters
 #include "ringtile/glu.h"           // gated MLP
 #include "ringtile/recurrence.h"    // recurrences and their convolution
 #include "ringtile/sequence.h"      // runs, layouts, shard and unshard, plan, digest

@@ -27,8 +27,6 @@ rt_status rt_cuda_rows_add(const rt_rows_params *p, rt_dtype dtype, const rt_run
 rt_status rt_cuda_glu_fwd(const rt_glu_params *p, const void *gate, const void *up, void *prod, void *stream);
 rt_status rt_cuda_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, void *stream);
 
-rt_status rt_cuda_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y, void *stream);
-
 // Labels are on the device, so a bad one is not RT_BAD_LABEL: the loss, lse and gradient of its token are NaN.
 rt_status rt_cuda_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
                                         void *loss, void *lse, void *stream);

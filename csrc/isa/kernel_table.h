@@ -1,6 +1,5 @@
 // Compiles every kernel for the instruction set and math type of the including file, and lists them in one table.
 #include "../attn/attn_kernel.h"
-#include "../dropout/dropout_kernel.h"
 #include "../glu/glu_kernel.h"
 #include "../loss/cross_entropy_kernel.h"
 #include "../scan/conv_kernel.h"
@@ -11,7 +10,6 @@
 const rt_kernels RT_KERNELS = {
     .glu = glu,
     .cross_entropy = cross_entropy,
-    .dropout = dropout,
     .attn_num_tasks = attn_num_tasks,
     .attn_forward_scratch_bytes = forward_scratch_bytes,
     .attn_backward_scratch_bytes = backward_scratch_bytes,

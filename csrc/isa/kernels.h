@@ -18,9 +18,6 @@ typedef struct rt_kernels {
     // Tokens [first, last) of rt_cross_entropy_fwd_bwd; the caller has checked every label.
     void (*cross_entropy)(const rt_cross_entropy_params *p, void *logits, const int64_t *labels, void *loss, void *lse,
                           int64_t first, int64_t last);
-    // Tokens [first, last) of rt_dropout.
-    void (*dropout)(const rt_dropout_params *p, const void *x, const int64_t *places, void *y, int64_t first,
-                    int64_t last);
     // One of attn_num_tasks(p) tasks of rt_attn_fwd or rt_attn_bwd. workspace: this worker's scratch, of
     // attn_*_scratch_bytes(p). progress (attn_num_tasks): zeros before the first task; orders the tasks
     // (attn/backward.h).

@@ -30,9 +30,10 @@ typedef struct rt_attn_params {
     const rt_run *k_runs;
     int64_t num_k_runs;
 
-    // Dropout of weights: a feature is a key, by its position, and a token is a query head (rt_dropout_params): word
-    // key % 4 of the counter (key / 4, query, row + 2^20 head, stream) decides. With P the weights of all keys and
-    // Z = 0 or 1 / (1 - dropout) per weight, out = (P Z) v; lse is that of all keys.
+    // Dropout of weights, a function of their places in the global batch in whatever order and process: word key % 4 of
+    // Philox4x32-10 with the key (seed, step) and the counter (key / 4, query, row + 2^20 head, stream) keeps a weight
+    // if it is below (1 - dropout) 2^32. Places are those in the sequence, and beyond 32 bits count modulo 2^32. With
+    // P the weights of all keys and Z = 0 or 1 / (1 - dropout) per weight, out = (P Z) v; lse is that of all keys.
     double dropout; // probability of a 0, rounded to a multiple of 2^-32; 0: off, nothing below is read
     uint32_t seed, step, stream;
     const int64_t *dropout_rows; // (B): the row of each batch

@@ -350,21 +350,6 @@ void cross_entropy_fwd_bwd_(Tensor logits, const Tensor &labels, Tensor loss, Te
     check(RT_CORE(cross_entropy_fwd_bwd)(&p, logits_data, labels_data, loss_data, lse_data, op.queue()), op.name);
 }
 
-// ---- dropout -----------------------------------------------------------------------------------
-
-Tensor dropout(const Tensor &x, const Tensor &places, double p, int64_t seed, int64_t step, int64_t stream) {
-    const Place op("dropout", x);
-    const rt_dtype dtype = dtype_of(x, op.name); // new_empty knows no complex numbers
-    const void *x_data = op.arg("x", x).dim(2).unit_last_stride().data();
-    const auto *places_data = op.dense<const int64_t>("places", places, ScalarType::Long, {x.size(0), 2});
-    const Tensor y = torch::stable::new_empty(x, {x.size(0), x.size(1)});
-    rt_dropout_params params = {dtype, x.size(0), x.size(1), x.stride(0), p, 0, 0, 0};
-    params.seed = word_of(op, "seed", seed), params.step = word_of(op, "step", step);
-    params.stream = word_of(op, "stream", stream);
-    check(RT_CORE(dropout)(&params, x_data, places_data, y.data_ptr(), op.queue()), op.name);
-    return y;
-}
-
 } // namespace
 
 // ---- registration ------------------------------------------------------------------------------
@@ -380,7 +365,6 @@ STABLE_TORCH_LIBRARY_IMPL(ringtile, RT_DISPATCH_KEY, m) {
     m.impl("glu_fwd", TORCH_BOX(&glu_fwd));
     m.impl("glu_bwd_", TORCH_BOX(&glu_bwd_));
     m.impl("cross_entropy_fwd_bwd_", TORCH_BOX(&cross_entropy_fwd_bwd_));
-    m.impl("dropout", TORCH_BOX(&dropout));
 }
 
 // Importing the module loads the shared object, whose static initializers register the ops above.

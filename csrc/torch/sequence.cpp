@@ -278,7 +278,6 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
           "bool silu) -> (Tensor, Tensor)");
     m.def("causal_conv1d_backward(Tensor dy, Tensor? dfinal_state, Tensor x, Tensor weight, Tensor? bias, "
           "Tensor seq_idx, Tensor? initial_state, bool silu) -> (Tensor, Tensor, Tensor, Tensor)");
-    m.def("dropout(Tensor x, Tensor places, float p, int seed, int step, int stream) -> Tensor");
     m.def("cpu_isa() -> int");
 }
 

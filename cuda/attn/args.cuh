@@ -5,7 +5,7 @@
 
 #include "../device/shared.cuh"
 
-#include "../../csrc/dropout/dropout.h"
+#include "../../csrc/attn/philox.h"
 
 #include <math.h>
 

@@ -6,7 +6,6 @@
 #ifndef RINGTILE_CUDA_ATTN_PLAIN_CUH
 #define RINGTILE_CUDA_ATTN_PLAIN_CUH
 
-#include "../../csrc/dropout/philox.h"
 #include "../device/elements.cuh"
 #include "query_walk.cuh"
 

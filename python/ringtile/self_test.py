@@ -197,11 +197,6 @@ def _loss(t: _Make, n: int) -> list[_Call]:
     return [_Call("cross_entropy_fwd_bwd_", [*given, *each], 8 * 301) for each in options]
 
 
-def _dropout(t: _Make, n: int) -> list[_Call]:
-    places = torch.tensor([[0, 0], [2**32 - 1, 5], [7, 2**31 + 3]] * n).to(t.device)
-    return [_Call("dropout", [t(0, 3 * n, 150)[:, :139], places, 0.25, 2**32 - 3, 12, 0xC0FFEE11], 4)]
-
-
 def _rows(t: _Make, n: int) -> list[_Call]:
     """Of strided rows, and of tensors with rows of two sizes."""
     runs = torch.tensor([[8 * n, 1, 0, 3 * n], [1, 2, 3 * n, 4 * n]], device="cpu")
@@ -230,4 +225,4 @@ def _merge(t: _Make, n: int) -> list[_Call]:
     ]
 
 
-CASES = {"GLU": _glu, "loss": _loss, "rows": _rows, "dropout": _dropout, "delta": _delta, "merge": _merge}
+CASES = {"GLU": _glu, "loss": _loss, "rows": _rows, "delta": _delta, "merge": _merge}

@@ -261,33 +261,7 @@ def _capped(x: Tensor, softcap: float, want_slope: bool) -> tuple[Tensor, Tensor
     return tanh.mul_(softcap), slope
 
 
-# ---- dropout ------------------------------------------------------------------------------------
-
-
-def dropout(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: int) -> Tensor:
-    """Differentiable as often as its torch operations, which save what stays, a byte a number."""
-    _check("dropout", "x", x, 2)
-    _check_one("dropout", "places", places, (x.size(0), 2), torch.int64, x.device)
-    _require(0 <= p <= 1, "dropout: a probability must be in [0, 1]")
-    for name, number in (("seed", seed), ("step", step), ("stream", stream)):
-        _require(0 <= number < 2**32, f"dropout: {name} is {number}, expected 0 .. 2^32 - 1")
-    num_kept = round((1 - p) * 2**32)  # of the 2^32 random numbers
-    scale, parts = 1 / (1 - p) if num_kept else 0.0, []
-    for tokens, words in random_numbers(places, x.size(1), (seed, step), stream):
-        parts.append((x[tokens].to(_state(x)) * (words < num_kept) * scale).to(x.dtype))
-    return torch.cat(parts) if parts else x.clone()
-
-
-def random_numbers(
-    places: Tensor, num_features: int, key: tuple[int, int], stream: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """A few tokens after the other, and their random numbers: int64 (t, F) in 0..2^32 - 1."""
-    counters = torch.arange(-(-num_features // 4), device=places.device)
-    num_tokens = max(1, BLOCK_NUMBERS // max(1, 4 * counters.numel()))
-    for first in range(0, places.size(0), num_tokens):
-        tokens = slice(first, first + num_tokens)
-        row, position = (places[tokens] & 0xFFFFFFFF).tensor_split(2, dim=1)
-        yield tokens, random_words(counters, position, row, stream, key).flatten(1)[:, :num_features]
+# ---- random numbers ------------------------------------------------------------------------------
 
 
 def random_words(counter: Tensor, position: Tensor, row: Tensor, stream: int, key: tuple[int, int]) -> Tensor:

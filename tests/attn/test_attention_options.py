@@ -29,9 +29,18 @@ from ringtile import (
     self_test,
 )
 from ringtile.transport.loopback import LoopbackGroup
-from test_dropout import random_word
 from torch import Tensor
 from torch.fx.experimental import proxy_tensor
+
+
+def random_word(row: int, position: int, feature: int, seed: int, step: int, stream: int) -> int:
+    """Philox4x32-10 in Python integers."""
+    word, keys = [feature // 4, position, row, stream], [seed, step]
+    for _ in range(10):
+        a, b = 0xD2511F53 * word[0], 0xCD9E8D57 * word[2]
+        word = [b >> 32 ^ word[1] ^ keys[0], b % 2**32, a >> 32 ^ word[3] ^ keys[1], a % 2**32]
+        keys = [(keys[0] + 0x9E3779B9) % 2**32, (keys[1] + 0xBB67AE85) % 2**32]
+    return word[feature % 4]
 
 
 def dropout(probability: float = 0.3, rows: tuple[int, ...] = (0,), **numbers: int) -> AttentionDropout:

@@ -23,7 +23,6 @@ ARGUMENTS = {
     "GLU": "glu_bwd_",
     "loss": "cross_entropy_fwd_bwd_",
     "rows": "rows_pack_",
-    "dropout": "dropout",
     "delta": "attn_delta",
     "merge": "attn_merge_",
 }
@@ -63,10 +62,6 @@ def rows_pack_(xs: list[Tensor], runs: Tensor, dim: int, ys: list[Tensor], table
     last.copy_(ys[-1].narrow(dim, 0, 1))
 
 
-def dropout(x: Tensor, places: Tensor, p: float, seed: int, step: int, stream: int) -> Tensor:
-    return REAL.dropout(x, places.flip(1), p, seed, step, stream)
-
-
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
     return REAL.attn_delta(dout, out, dlse) * 1.02
 
@@ -102,8 +97,6 @@ def use(name: str) -> Tensor:
         weight = torch.eye(5, 6).requires_grad_()
         loss = tiled_linear_cross_entropy(x, weight, torch.zeros(4, dtype=torch.int64))
         return torch.autograd.grad(loss, weight)[0]
-    if name == "dropout":
-        return ops.dropout(x, torch.tensor([[0, 1]] * 4), 0.5, 0, 0, 0)
     if name == "delta":
         return ops.attn_delta(*[x.view(1, 2, 2, 6)] * 2, torch.zeros(1, 2, 2, dtype=torch.float64))
     if name == "merge":

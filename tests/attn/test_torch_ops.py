@@ -3,7 +3,6 @@ uses them. (Tests marked in_torch_too repeat the kernels' own tests.)"""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,14 +59,12 @@ def merge(part: Tensor) -> list[Tensor]:
 
 
 X = torch.randn(60, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
-PLACES = torch.arange(120).view(60, 2)
 ONES = torch.ones(2, 2, 15, dtype=torch.float64)
 CALLS: dict[str, Callable[[], list[Tensor]]] = {
     "glu_fwd": lambda: [ops.glu_fwd(X, X.roll(1), 1)],
     "glu_bwd_": lambda: glu_backward(X),
     "cross_entropy_fwd_bwd_": lambda: cross_entropy(X, labels_of(60, 50)),
     "cross_entropy_fwd_bwd_ without gradients": lambda: cross_entropy(X, labels_of(60, 50), want_grad=False),
-    "dropout": lambda: [ops.dropout(X, PLACES, 0.3, 1, 2, 3)],
     "attn_merge_": lambda: merge(X.view(2, 15, 2, 50)),
     "attn_delta": lambda: [ops.attn_delta(*(x.view(2, 15, 2, 50) for x in (X, X.roll(1))), ONES)],
 }
@@ -75,7 +72,7 @@ CALLS: dict[str, Callable[[], list[Tensor]]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_few_rows_are_copied_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And give the same bits. Results have 60 x 50 elements, also as bytes; a block of 3 rows has 13 counters a row."""
+    """And give the same bits. Results have 60 x 50 elements, also as bytes."""
     with kernels_off():
         whole = CALLS[name]()
         monkeypatch.setattr(torch_ops, "BLOCK_NUMBERS", 160)
@@ -97,19 +94,6 @@ class WideTensors(torch.utils._python_dispatch.TorchDispatchMode):
         if is_made and result.itemsize >= 4:
             self.largest = max(self.largest, result.numel())
         return result
-
-
-@pytest.mark.parametrize("dtype", ops.FLOAT_DTYPES)
-def test_dropout_has_the_bits_of_the_kernel(dtype: torch.dtype) -> None:
-    x = torch.randn(60, 37).to(dtype).requires_grad_()
-    dy = torch.randn(60, 37).to(dtype)
-    for p in (0.0, 0.3, 1.0):
-        results = []
-        for switched in (contextlib.nullcontext(), kernels_off()):
-            with switched:
-                y = ops.dropout(x, PLACES, p, 1, 2, 3)
-                results.append((y, *torch.autograd.grad(y, x, dy)))
-        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
@@ -154,22 +138,6 @@ def test_what_does_not_fit_is_refused(what: str) -> None:
     call, message = REFUSED[what]
     with kernels_off(), pytest.raises(RuntimeError, match=message):
         call()
-
-
-@pytest.mark.parametrize("switched", [kernels_off, contextlib.nullcontext])
-def test_dropout_compiles_whole(fresh: None, switched: Callable[[], Any]) -> None:
-    """Its kernel too, of which the compiler asks first."""
-
-    def dropped(x: Tensor) -> Tensor:
-        return ops.dropout(x, PLACES, 0.3, 1, 2, 3)
-
-    x = torch.randn(60, 37, requires_grad=True)
-    torch.compiler.reset()
-    with switched():
-        y = torch.compile(dropped, backend="aot_eager", fullgraph=True)(x)
-    expected = dropped(x)
-    assert torch.equal(y, expected)
-    assert torch.equal(*(torch.autograd.grad(result.sum(), x)[0] for result in (y, expected)))
 
 
 # ---- attention without ringtile's kernels -------------------------------------------------------

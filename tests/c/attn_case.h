@@ -4,8 +4,7 @@
 
 #include "layouts.h"
 
-#include "../../csrc/dropout/dropout.h"
-#include "../../csrc/dropout/philox.h"
+#include "../../csrc/attn/philox.h"
 
 // ---- tensors -----------------------------------------------------------------------------------------------
 

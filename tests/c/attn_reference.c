@@ -3,8 +3,7 @@
 #include "attn_reference.h"
 
 #include "../../csrc/attn/attn.h"
-#include "../../csrc/dropout/dropout.h"
-#include "../../csrc/dropout/philox.h"
+#include "../../csrc/attn/philox.h"
 #include "../../csrc/half.h"
 
 #include <math.h>

@@ -1,4 +1,4 @@
-// The functions on rows of a matrix: the gated MLP, cross entropy, and dropout.
+// The functions on rows of a matrix: the gated MLP and cross entropy.
 #include "fuzz.h"
 
 // ---- gated MLP ---------------------------------------------------------------------------------------------
@@ -119,51 +119,11 @@ static void try_loss(uint64_t *state, int64_t entry) {
     try_call(state, "rt_cross_entropy_fwd_bwd", &all, &c, call_loss, expected, parallel);
 }
 
-// ---- dropout -----------------------------------------------------------------------------------------------
-
-typedef struct dropout_call {
-    rt_dropout_params p;
-    const void *x;
-    const int64_t *places;
-    void *y;
-} dropout_call;
-
-static rt_status call_dropout(void *call, const arrays *all, rt_parallel parallel) {
-    const dropout_call *c = call;
-    return rt_dropout(all->no_params ? NULL : &c->p, c->x, c->places, c->y, parallel);
-}
-
-static void try_dropout(uint64_t *state) {
-    dropout_call c = {.p = {.dtype = all_dtypes[random_int(state, 0, 3)],
-                            .num_tokens = random_int(state, 0, 6),
-                            .num_features = random_int(state, 0, random_int(state, 0, 9) ? 40 : 1100),
-                            .probability = (double)random_int(state, 0, 4) / 4,
-                            .seed = (uint32_t)random_bits(state),
-                            .step = (uint32_t)random_bits(state),
-                            .stream = (uint32_t)random_bits(state)}};
-    rt_dropout_params *p = &c.p;
-    p->x_stride = p->num_features + random_int(state, 0, 1) * random_int(state, 0, 4);
-    int64_t *const fields[] = {&p->num_tokens, &p->num_features, &p->x_stride};
-    double *const reals[] = {&p->probability};
-    rt_parallel parallel = {.run = run_in_turn, .num_workers = random_int(state, 1, 3)};
-    arrays all = no_arrays();
-    verdict expected = spoil(state, &all, &p->dtype, fields, 3, reals, 1, &parallel);
-    const int64_t sizes[] = {p->num_tokens, p->num_features}, places[] = {p->num_tokens, 2};
-    add(&all, false, p->dtype, &c.x, 2, sizes, &p->x_stride);
-    add(&all, false, RT_F64, &c.places, 2, places, NULL); // any bits
-    add(&all, true, p->dtype, &c.y, 2, sizes, NULL);
-    const bool probable = p->probability >= 0 && p->probability <= 1;
-    if (make(&all, state, !probable || p->num_features > INT64_C(4) << 32, &expected))
-        try_call(state, "rt_dropout", &all, &c, call_dropout, expected, parallel);
-}
-
 static void trial(uint64_t *state, int64_t entry) {
     if (entry >= GLU_CORPUS)
         try_loss(state, entry - GLU_CORPUS);
     else if (entry >= 0)
         try_glu(state, entry);
-    else if (trial_number % 3 == 0)
-        try_dropout(state);
     else if (trial_number % 2)
         try_glu(state, -1);
     else

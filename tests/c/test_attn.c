@@ -243,6 +243,34 @@ static void test_full_tiles_agree_with_the_reference(void) {
     }
 }
 
+static void test_philox_gives_the_published_numbers(void) { // of Random123, by the generator's authors
+    static const uint32_t vectors[][10] = {
+        // counter, key, result
+        {0, 0, 0, 0, 0, 0, 0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8},
+        {0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff, 0xffffffff, 0x408f276d, 0x41c83b0e, 0xa20bc7c6,
+         0x6d5451fd},
+        {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0, 0xd16cfe09, 0x94fdcceb, 0x5001e420,
+         0x24126ea1},
+    };
+    for (int i = 0; i < 3; i++) {
+        const uint32_t *v = vectors[i];
+        const rt_philox got = rt_philox4x32((rt_philox){{v[0], v[1], v[2], v[3]}}, v[4], v[5]);
+        for (int j = 0; j < 4; j++) CHECK_INT(got.word[j], v[6 + j]);
+    }
+}
+
+// A probability with the threshold w + 1 keeps the random numbers up to w; what is below 2^-33 drops none, and 1 all.
+static void test_the_threshold_of_dropout_is_exact(void) {
+    const double words[] = {0, 1, 0x1p31 - 1, 0x1p32 - 2, 0x1p32 - 1};
+    for (int i = 0; i < 5; i++) {
+        const rt_dropout_rule rule = rt_dropout_rule_of(1 - (words[i] + 1) * 0x1p-32);
+        CHECK_INT(rule.last_kept, (int64_t)words[i]);
+        CHECK_CLOSE(rule.scale, 0x1p32 / (words[i] + 1), 1e-15 * rule.scale);
+    }
+    CHECK_INT(rt_dropout_rule_of(0x1p-34).last_kept, UINT32_MAX);
+    CHECK_CLOSE(rt_dropout_rule_of(1).scale, 0, 0);
+}
+
 // Equal weights, and one key at a time that has a value.
 static void test_the_reference_drops_by_the_words_of_the_counter(void) {
     uint64_t state = 23;
@@ -302,6 +330,8 @@ int main(void) {
     test_reference_of_two_keys_is_the_formula();
     test_reference_backward_is_the_derivative_of_its_forward();
     test_reference_writes_fresh_outputs();
+    test_philox_gives_the_published_numbers();
+    test_the_threshold_of_dropout_is_exact();
     test_the_reference_drops_by_the_words_of_the_counter();
     test_random_problems_agree_with_the_reference();
     test_two_sides_agree_with_the_reference();

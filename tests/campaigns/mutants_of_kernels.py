@@ -87,15 +87,8 @@ MUTANTS = [
     ),
     # ---- dropout
     Mutant(
-        "dropout: features of a chunk share their words",
-        "csrc/dropout/dropout_kernel.h",
-        "word[0][i] = first_counter + (uint32_t)i, word[1][i] = (uint32_t)place[1];",
-        "word[0][i] = first_counter, word[1][i] = (uint32_t)place[1];",
-        "c test_dropout",
-    ),
-    Mutant(
         "dropout: all heads share a mask",
-        "csrc/dropout/philox.h",
+        "csrc/attn/philox.h",
         "return (uint32_t)row + ((uint32_t)head << 20);",
         "return (uint32_t)row + (uint32_t)(head * 0);",
         "c test_attn",
@@ -273,10 +266,10 @@ MUTANTS = [
     ),
     Mutant(
         "two sides: position ids that restart anywhere",
-        "python/ringtile/torch_context_parallel/noticing.py",
+        "python/ringtile/torch_context_parallel/mode.py",
         "return not bool((restarts & attends)[:, 1:].any())",
         "return True",
-        "tests/torch_cp/test_torch_cp_noticed.py -k refused",
+        "tests/torch_cp/test_torch_cp_checked.py -k refused",
     ),
     Mutant(
         "two sides: work of the hulls",

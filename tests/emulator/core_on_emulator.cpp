@@ -1,6 +1,5 @@
 #include "core_on_emulator.h"
 #include "../../csrc/attn/attn.h"
-#include "../../csrc/dropout/dropout.h"
 #include "../../csrc/glu/glu.h"
 #include "../../csrc/loss/cross_entropy.h"
 #include "../../csrc/seq/rows.h"
@@ -91,15 +90,6 @@ rt_status emulated_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void 
         emulator::lend(lse, T * state_bytes, true);
     }
     return lent([&] { return rt_cuda_cross_entropy_fwd_bwd(p, logits, labels, loss, lse, nullptr); });
-}
-
-rt_status emulated_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y, rt_parallel) {
-    if (rt_dropout_check(p, x, places, y) == RT_OK && p->num_tokens > 0) {
-        lend_rows(x, p->dtype, p->num_tokens, p->num_features, p->x_stride, false);
-        lend_rows(y, p->dtype, p->num_tokens, p->num_features, p->num_features, true);
-        emulator::lend(places, p->num_tokens * 16, false);
-    }
-    return lent([&] { return rt_cuda_dropout(p, x, places, y, nullptr); });
 }
 
 rt_status emulated_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,

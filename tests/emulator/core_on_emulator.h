@@ -17,8 +17,6 @@ rt_status emulated_glu_fwd(const rt_glu_params *p, const void *gate, const void 
 rt_status emulated_glu_bwd(const rt_glu_params *p, void *gate, void *up, void *dprod, rt_parallel parallel);
 rt_status emulated_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *logits, const int64_t *labels,
                                          void *loss, void *lse, rt_parallel parallel);
-rt_status emulated_dropout(const rt_dropout_params *p, const void *x, const int64_t *places, void *y,
-                           rt_parallel parallel);
 rt_status emulated_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                               void *delta, rt_parallel parallel);
 rt_status emulated_attn_merge(const rt_attn_merge_params *p, rt_parallel parallel);
@@ -32,7 +30,6 @@ rt_status emulated_attn_merge(const rt_attn_merge_params *p, rt_parallel paralle
 #define rt_glu_fwd emulated_glu_fwd
 #define rt_glu_bwd emulated_glu_bwd
 #define rt_cross_entropy_fwd_bwd emulated_cross_entropy_fwd_bwd
-#define rt_dropout emulated_dropout
 #define rt_attn_delta emulated_attn_delta
 #define rt_attn_merge emulated_attn_merge
 #endif

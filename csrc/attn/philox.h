@@ -1,8 +1,9 @@
 // Philox4x32-10, the random numbers that are a function of a counter (Salmon et al., Parallel random numbers: as easy
 // as 1, 2, 3, SC11). CUDA kernels include it after device/ptx.cuh, which defines RT_HOST_DEVICE.
-#ifndef RINGTILE_DROPOUT_PHILOX_H
-#define RINGTILE_DROPOUT_PHILOX_H
+#ifndef RINGTILE_ATTN_PHILOX_H
+#define RINGTILE_ATTN_PHILOX_H
 
+#include <math.h>
 #include <stdint.h>
 
 #ifndef RT_HOST_DEVICE
@@ -37,7 +38,20 @@ RT_HOST_DEVICE rt_philox rt_philox4x32(rt_philox x, uint32_t key_0, uint32_t key
     return x;
 }
 
-// The row in a counter of attention, where every head of a row draws for itself.
+// The row in a counter: every head of a row draws for itself.
 RT_HOST_DEVICE uint32_t rt_dropout_row(int64_t row, int64_t head) { return (uint32_t)row + ((uint32_t)head << 20); }
 
-#endif // RINGTILE_DROPOUT_PHILOX_H
+// A weight is kept if its random number is at most last_kept, and then multiplied by scale; scale is 0 if none is kept.
+typedef struct rt_dropout_rule {
+    uint32_t last_kept;
+    double scale;
+} rt_dropout_rule;
+
+static inline rt_dropout_rule rt_dropout_rule_of(double probability) {
+    const double num_kept = nearbyint((1 - probability) * 0x1p32); // of the 2^32 random numbers
+    rt_dropout_rule rule = {0, 0};
+    if (num_kept >= 1) rule.last_kept = (uint32_t)(num_kept - 1), rule.scale = 1 / (1 - probability);
+    return rule;
+}
+
+#endif // RINGTILE_ATTN_PHILOX_H
