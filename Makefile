@@ -2,6 +2,7 @@
 # make test    set up, build, lint, and test: C under sanitizers, Python (about six minutes on two cores)
 # make test-cuda  test the CUDA kernels on the host emulator, and what nvcc makes of them where it is installed (two minutes)
 # make test-all  both with the long tests too, and CUDA kernels for every architecture (an hour)
+# make test-isa  the tests of kernels with every instruction set, in C where the CPU lacks it; ISAS="avx512 amx_bf16"
 # make mutants   break one line of the product at a time, drop one barrier of the CUDA kernels, and show that a test goes
 #              red (an hour)
 # make faults    hostile trials by the thousand, counted in one table: kills, fuzzed calls, malformed files (ten
@@ -32,7 +33,7 @@ CUDA := .venv/.ready setup.py pyproject.toml $(CORE) $(shell find cuda -name '*.
 JOBS := -j2
 ALL := $(filter all,$(RINGTILE_TESTS))
 
-.PHONY: setup build cuda train test test-cuda test-all checks cuda-checks pytest pytest-nvcc mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
+.PHONY: setup build cuda train test test-cuda test-isa test-all checks cuda-checks pytest pytest-nvcc mutants faults lint clean ctest tsan aarch64 emulator docs wheel try-wheel matrix
 setup: .venv/.ready
 build: build/.built
 cuda: build/.cuda
@@ -96,6 +97,21 @@ test-cuda: build
 test-all:
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory test
 	+RINGTILE_TESTS=all $(MAKE) --no-print-directory test-cuda
+
+# The package with AVX-512 and AMX in C, for any CPU with AVX2: its own binary beside links to python/ringtile.
+MODEL := $(CURDIR)/tests/c/isa_model.h
+build/.isa: build/.built $(MODEL)
+	$(if $(filter $(MODEL),$?),rm -rf build/isa)
+	$(LOCK) env RINGTILE_CUDA=0 CFLAGS="-Wno-psabi '-DRT_ISA_MODEL=\"$(MODEL)\"'" $(BIN)/python setup.py -q \
+		build_clib --build-clib build/isa --build-temp build/isa build_ext --build-temp build/isa --build-lib build/isa/python
+	touch $@
+
+ISAS := generic avx2 avx512 avx512_bf16 amx_bf16
+test-isa: build/.isa
+	@ln -sfn $(filter-out %.so %__pycache__,$(wildcard $(CURDIR)/python/ringtile/*)) build/isa/python/ringtile
+	@for isa in $(ISAS); do export RINGTILE_CPU_ISA=$$isa; unset PYTHONPATH; echo "test-isa: $$isa"; \
+		$(BIN)/python -c "from ringtile import ops; ops.cpu_isa()" 2> /dev/null || export PYTHONPATH=$(CURDIR)/build/isa/python; \
+		$(PYTEST) -m pytest tests/attn tests/recurrent tests/tiled || exit 1; done
 
 checks: ctest build lint pytest
 

@@ -6,8 +6,12 @@
 #include "register_tile.h"
 #include "tile.h"
 
-#ifdef RT_BF16_PAIRS
+#if defined(RT_BF16_PAIRS) && !defined(RT_ISA_MODEL)
 #include <immintrin.h>
+
+// sum + both products of the pairs of each word: the high halves' first, each by a fused multiply-add. Subnormal
+// numbers count as 0 and become 0, in any floating-point mode.
+#define pair_dot(sum, a, b) ((vec)_mm512_dpbf16_ps((__m512)(sum), (__m512bh)(a), (__m512bh)(b)))
 #endif
 
 // Terms that one running sum takes before it is added to the result: at depth 512 the rounding error is a quarter of
@@ -54,7 +58,7 @@ ALWAYS_INLINE vec broadcast(word_kind kind, const real *word) {
 // sum + a b. For pairs, adds both products, with one rounding each.
 ALWAYS_INLINE vec add_product(word_kind kind, vec sum, vec a, vec b) {
 #ifdef RT_BF16_PAIRS
-    if (kind == BF16_PAIRS) return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    if (kind == BF16_PAIRS) return pair_dot(sum, a, b);
 #else
     (void)kind;
 #endif

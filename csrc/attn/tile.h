@@ -18,7 +18,7 @@ enum {
     TILE_DEPTH = 2 * TILE_SIDE, // numbers along the depth of one product of tiles
 };
 
-#if defined(RT_TILES) && !defined(RT_TILE_MODEL)
+#if defined(RT_TILES) && !defined(RT_ISA_MODEL)
 #include <immintrin.h>
 
 #define tile_zero(t) _tile_zero(t)
@@ -54,8 +54,8 @@ static inline vec pair_lanes(vec low, vec high) {
 
 #else // the same without such instructions; an instruction set without tiles compiles it and never calls it
 
-#ifdef RT_TILE_MODEL
-#include RT_TILE_MODEL
+#ifdef RT_ISA_MODEL
+#include RT_ISA_MODEL
 #else
 #define tile_configure() ((void)0)
 #define tile_release() ((void)0)

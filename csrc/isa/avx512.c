@@ -1,6 +1,6 @@
 #if defined(__x86_64__)
 #include "avx512.h"
-RT_TARGET(RT_AVX512)
+RT_AVX512("")
 #define RT_KERNELS rt_kernels_avx512
 #include "kernel_table.h"
 RT_TARGET_END

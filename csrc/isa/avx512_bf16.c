@@ -1,7 +1,7 @@
 // AVX-512 with vdpbf16ps, the dot product of bf16 pairs. Attention uses it where both operands are bf16.
 #if defined(__x86_64__)
 #include "avx512.h"
-RT_TARGET(RT_AVX512 ",avx512bf16")
+RT_AVX512(",avx512bf16")
 #define RT_BF16_PAIRS
 #define RT_KERNELS rt_kernels_avx512_bf16
 #include "kernel_table.h"

@@ -54,12 +54,14 @@ static bool may_use_amx(void) {
 
 bool rt_cpu_has(rt_isa isa) {
     if (isa == RT_ISA_AMX_BF16 && !may_use_amx()) return false;
-#ifdef RT_TILE_MODEL
-    if (isa == RT_ISA_AMX_BF16) return true;
-#endif
 #if defined(__x86_64__)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#if defined(RT_ISA_MODEL)
+    return isa == RT_ISA_GENERIC || avx2;
+#elif defined(RT_TILE_MODEL)
+    if (isa == RT_ISA_AMX_BF16) return avx2;
+#endif
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     switch (isa) {
@@ -74,7 +76,7 @@ bool rt_cpu_has(rt_isa isa) {
         return avx512 && __builtin_cpu_supports("avx512bf16");
     }
 #endif
-    return isa == RT_ISA_GENERIC;
+    return isa == RT_ISA_GENERIC || isa == RT_ISA_AMX_BF16; // whose tiles are a model's
 }
 
 static rt_status choose(rt_isa *isa) {

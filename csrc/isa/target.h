@@ -1,9 +1,15 @@
 // RT_TARGET(instructions) ... RT_TARGET_END: what lies between is compiled for a CPU that has these instructions too.
+//
+// RT_ISA_MODEL, of tests alone: a header that says AVX512-BF16 and AMX in C. AVX-512 and what contains it are compiled
+// for AVX2, to run on any CPU.
 #ifndef RINGTILE_ISA_TARGET_H
 #define RINGTILE_ISA_TARGET_H
 
 #define RT_PRAGMA(text) _Pragma(#text)
-#if defined(__clang__)
+#if defined(RT_ISA_MODEL) && !defined(__x86_64__)
+#define RT_TARGET(instructions)
+#define RT_TARGET_END
+#elif defined(__clang__)
 #define RT_TARGET(instructions)                                                                                        \
     RT_PRAGMA(clang attribute push(__attribute__((target(instructions))), apply_to = function))
 #define RT_TARGET_END RT_PRAGMA(clang attribute pop)
@@ -12,7 +18,11 @@
 #define RT_TARGET_END
 #endif
 
-// Whether the kernels of AMX are compiled: this compiler knows the instructions, or tests name a model of them.
+#if defined(RT_ISA_MODEL)
+#define RT_TILE_MODEL
+#endif
+
+// Whether the kernels of AMX are compiled: this compiler knows the instructions, or tests model them (RT_TILE_MODEL).
 #if defined(RT_TILE_MODEL)
 #define RT_HAS_AMX 1
 #elif defined(__x86_64__) && defined(__linux__) && defined(__has_include)

@@ -6,7 +6,7 @@
 
 #include <float.h>
 
-#include "tile_model.h"
+#include "isa_model.h"
 
 #include <signal.h>
 #include <sys/syscall.h>

@@ -1,10 +1,11 @@
-// The words of csrc/attn/tile.h in plain C, for any CPU: what Intel's manual says of AMX, step by step. All numbers are
-// those of the instruction, but the payload of a NaN, and the side of 0 to which a product of two normal numbers below
-// 2^-126 rounds. It says nothing of speed, nor of what the processor does where its manual is wrong.
+// AMX (the words of csrc/attn/tile.h) and AVX512-BF16 (pair_dot of csrc/attn/gemm.h) in plain C: what Intel's manual
+// says of them, step by step. All numbers are those of the instructions, but the payload of a NaN, and the side of 0 to
+// which a product of two normal numbers below 2^-126 rounds. It says nothing of speed, nor of what the processor does
+// where its manual is wrong.
 //
-// Every use of a thread must lie between tile_configure and tile_release, or the program ends.
-#ifndef RINGTILE_TESTS_TILE_MODEL_H
-#define RINGTILE_TESTS_TILE_MODEL_H
+// Every use of tiles by a thread must lie between tile_configure and tile_release, or the program ends.
+#ifndef RINGTILE_TESTS_ISA_MODEL_H
+#define RINGTILE_TESTS_ISA_MODEL_H
 
 #include "../../csrc/half.h"
 
@@ -70,4 +71,18 @@ static inline void tile_dot_bf16(int c_tile, int a_tile, int b_tile) {
     }
 }
 
-#endif // RINGTILE_TESTS_TILE_MODEL_H
+#ifdef RT_BF16_PAIRS
+static inline vec model_flush_vec(vec x) { return vec_select(vec_abs(x) < (real)FLT_MIN, x * 0, x); }
+
+// A call: the compiler would take minutes where it is unrolled.
+static __attribute__((noinline)) vec pair_dot(vec sum, vec a, vec b) {
+    const vec a_high = model_flush_vec((vec)((vec_bits)a >> 16 << 16)),
+              a_low = model_flush_vec((vec)((vec_bits)a << 16));
+    const vec b_high = model_flush_vec((vec)((vec_bits)b >> 16 << 16)),
+              b_low = model_flush_vec((vec)((vec_bits)b << 16));
+    sum = model_flush_vec(model_flush_vec(sum) + a_high * b_high);
+    return model_flush_vec(sum + a_low * b_low);
+}
+#endif
+
+#endif // RINGTILE_TESTS_ISA_MODEL_H
