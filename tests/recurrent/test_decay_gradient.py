@@ -1,6 +1,7 @@
 """The gradient of a decay's parameters: at most as far from float64 as that of transformers' own float32.
 
-It is a sum over tokens that cancels, in which one draw may favor either: errors are compared over heads and seeds.
+It is a sum over tokens that cancels, in which one draw may favor either: errors are compared over heads and seeds, as
+far as two draws of so many agree.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pytest
 import ringtile
 import scan_oracle
 import torch
+from accuracy import slack
 from hf_training import make_trainer
 from pool import run_ranks
 from ringtile.recurrent import kernels
@@ -41,7 +43,8 @@ def errors(got: list[Gradients], want: list[Gradients]) -> dict[str, float]:
 def assert_as_near(ours: list[Gradients], theirs: list[Gradients], exact: list[Gradients]) -> None:
     own, other = errors(ours, exact), errors(theirs, exact)
     assert own.keys() == other.keys() != set()
-    assert all(own[name] <= other[name] for name in own), (own, other)
+    numbers = {name: sum(x.numel() for one in exact for n, x in one.items() if n.endswith(name)) for name in own}
+    assert all(own[name] <= slack(numbers[name])[0] ** 0.5 * other[name] for name in own), (own, other)
 
 
 # ---- the op -------------------------------------------------------------------------------------
