@@ -1,4 +1,4 @@
-"""Runs all tests, three parts at a time: `python tests/parts.py [options of pytest]`.
+"""Runs all tests, three parts at a time, and names the slowest: `python tests/parts.py [options of pytest]`.
 
 What a part and the server of its ranks import takes as long as a hundred tests. One process imports it; each of them is
 a fork of that process. Workers of pytest-xdist import it each: 77 s of CPU before the first test in place of 34 s.
@@ -40,7 +40,7 @@ def main() -> int:
     for part in parts():
         sys.stdout.flush()
         if (child := os.fork()) == 0:
-            os._exit(run([*sys.argv[1:], *part]))
+            os._exit(run(["--durations=20", *sys.argv[1:], *part]))
         children.append(child)
     return max([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children])
 
