@@ -136,6 +136,21 @@ def test_a_peer_that_does_not_come_or_connect_is_named_in_time() -> None:
     assert time.monotonic() - began < 5.0
 
 
+def test_a_rank_that_does_not_come_is_named_by_all() -> None:
+    """By rank 0, which reads what each says, and by those that wait for its answer."""
+    store = dist.HashStore()
+
+    def join(rank: int) -> Any:
+        with pytest.raises(agreement.PeerGoneError, match=r"nothing came for 0\.5 s") as gone:
+            Meeting(store, rank, 4, 0.5)
+        return gone.value.peer
+
+    for absent in (0, 2):
+        store = dist.HashStore()
+        with concurrent.futures.ThreadPoolExecutor(3) as threads:
+            assert list(threads.map(join, {0, 1, 2, 3} - {absent})) == [absent] * 3
+
+
 @pytest.mark.timeout(60)
 def test_a_rank_that_cannot_be_reached_is_named_by_all_at_once() -> None:
     """As behind a firewall: no rank waits for those that raised."""

@@ -44,7 +44,6 @@ _TOKEN_BYTES = 16
 _INTRODUCTION = struct.Struct(f"<IB{_TOKEN_BYTES}s")  # who connects, by which wire, and the token of who listens
 _SENDER = struct.Struct("<I")  # of a header in an inbox
 _MAX_STRANGERS = 256  # that a rank listens to at once; then the first of them is no peer
-_ANSWER_SECONDS = 1.0  # how long, after the deadline of a meeting, a rank waits to hear from rank 0 who has not come
 _LAST_SECONDS = 0.5  # that the last headers of a rank may take to reach the store
 LONGEST_SECONDS = 1e9  # a timeout of more, such as timedelta.max, is this one: clocks and the kernel can add it up
 _LONGEST_WAIT = 3600.0  # seconds of one wait, which counts milliseconds in an int; a longer one is several
@@ -333,13 +332,12 @@ class Meeting:
 
     def _take(self, keys: list[str], all_keys: list[str]) -> list[bytes]:
         """Return what is under the keys, once all are there. all_keys: under which the ranks say something."""
-        late = 0.0 if self.rank == 0 else _ANSWER_SECONDS
         while True:
             try:
-                self.store.wait(keys, datetime.timedelta(seconds=max(_part_of(self.deadline + late), 0.001)))
+                self.store.wait(keys, datetime.timedelta(seconds=max(_part_of(self.deadline), 0.001)))
                 break
             except RuntimeError:
-                if time.monotonic() < self.deadline + late or self.store.check(keys):
+                if time.monotonic() < self.deadline or self.store.check(keys):
                     continue
                 missing = [rank for rank, key in enumerate(all_keys) if not self.store.check([key])]
                 raise PeerGoneError(min(missing, default=0), f"nothing came for {self.timeout_seconds:g} s") from None
