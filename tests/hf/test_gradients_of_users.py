@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hf_engines import engine as engine_arguments
 from hf_models import tiny_model
 from hf_training import assert_equal_training, failure_of, make_trainer, train
 from losses import OwnLoss
@@ -102,13 +103,25 @@ def test_gradients_taken_inside_the_loss_are_refused_by_name():
             assert words in message
 
 
-def _backward_inside(config):
-    return train(config, trainer_class=Backward, gradient_accumulation_steps=1, evaluate=False)
+def _failure_under(engine):
+    with engine_arguments(engine) as arguments:
+        return failure_of(make_trainer(trainer_class=NormOfHiddenStates, **arguments), {"first_batch_check": False})
 
 
-def test_backward_inside_the_loss_is_the_engines():
+@pytest.mark.parametrize("engine", ["FSDP2", pytest.param("ZeRO-3", marks=pytest.mark.long)])
+def test_gradients_of_hidden_states_are_refused_where_weights_are_gathered(engine):
+    for message in run_ranks(2, _failure_under, engine):
+        assert REFUSED[NormOfHiddenStates] in message
+
+
+def _backward_inside(config, engine="DDP"):
+    return train(config, engine=engine, trainer_class=Backward, gradient_accumulation_steps=1, evaluate=False)
+
+
+@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+def test_backward_inside_the_loss_is_the_engines(engine):
     expected = _backward_inside(None)
-    for run in run_ranks(2, _backward_inside, CONFIG):
+    for run in run_ranks(2, _backward_inside, CONFIG, engine):
         assert_equal_training(run, expected)
 
 

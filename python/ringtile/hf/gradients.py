@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,20 +30,38 @@ def refuse_inside_loss(model: nn.Module, *, passes_inputs: bool) -> None:
     A backward that accumulates is the engine's, which averages. passes_inputs: the model was given inputs whose
     gradient is made whole.
     """
-    accumulates = is_asked = is_sharded = False
+    accumulates = is_asked = is_gathered = False
     for weight in model.parameters():
-        is_sharded |= isinstance(weight, DTensor) or hasattr(weight, "ds_id")
-        if weight.requires_grad:
+        is_gathered |= isinstance(weight, DTensor)
+        if weight.requires_grad and not is_gathered:
             try:
                 accumulates |= torch._C._will_engine_execute_node(get_gradient_edge(weight).node)
             except RuntimeError:  # torch says so of a leaf whose gradient is to be returned
                 is_asked = True
-    if is_asked or not (accumulates or is_sharded or passes_inputs):
+    if is_gathered:
+        accumulates = _accumulates_below(torch._C._current_autograd_node())
+    if is_asked or not (accumulates or passes_inputs):
         raise RefusedError(
             "the loss takes a gradient of its own inside of the model (torch.autograd.grad), of which a rank has the "
             "part of its shard; expected gradients of the model's inputs alone, or gradients that are read when the "
             "backward is over (on_pre_optimizer_step of a callback): else train with one rank a sequence"
         )
+
+
+def _accumulates_below(node: Any) -> bool:
+    """Whether the backward that runs accumulates the gradient of a leaf below a node: of the first one that is found.
+    The weights that FSDP2 gathers are leaves which no module holds."""
+    waiting, seen = [node], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [each for each, _ in node.next_functions]
+        with contextlib.suppress(RuntimeError):  # of a leaf whose gradient is to be returned
+            if hasattr(node, "variable"):
+                return bool(torch._C._will_engine_execute_node(node))
+    return False
 
 
 def make_whole_for_hooks(model: nn.Module, group: ContextParallelGroup, patches: Patches) -> None:
