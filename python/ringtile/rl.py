@@ -45,7 +45,6 @@ from ringtile.transport.groups import Group, transport_of
 _NAME = "sequence_log_probs"
 _ALONE = ""  # the group of one rank
 _IGNORE = -100
-_PADDING = (0, 0, _IGNORE)  # of ids, positions and labels
 _LAYOUTS = ("zigzag", "contiguous")  # whose shards are whole chunks in the order of the sequence
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that were compared with one process
 
@@ -245,13 +244,19 @@ class _Rows(NamedTuple):
         return _Rows.of(found[0], document.to(self.input_ids.device), None, found[1])
 
     def taken(self, places: Tensor) -> _Rows:
-        """One row of the tokens at these places (T,) of the flattened rows; -1: padding. Rows become documents."""
+        """One row of the tokens at these places (T,) of the flattened rows; -1: padding. Rows become documents.
+
+        Padding repeats the token before it, each time a document of its own: see `padded`.
+        """
         numbers = torch.arange(len(self.document), device="cpu")[:, None] * int(self.document.max() + 1) + self.document
-        documents = functional.pad(torch.where(self.document > 0, numbers, 0).flatten(), (0, 1))[places][None]
+        of_rows = torch.where(self.document > 0, numbers, 0).flatten()
+        index, is_token = torch.arange(len(places), device="cpu"), places >= 0
+        places = places[torch.where(is_token, index, 0).cummax(0).values].clamp(min=0)
+        documents = torch.where(is_token, of_rows[places], of_rows.max() + 1 + index)[None]
         mask = IntervalMask.causal(len(places)) & IntervalMask.from_padding(documents)
-        on_device, given = to_device(places, self.input_ids.device), zip(self[:3], _PADDING, strict=True)
-        columns = [functional.pad(x.expand_as(self.input_ids).flatten(), (0, 1), value=v) for x, v in given]
-        input_ids, position_ids, labels = (x[on_device][None] for x in columns)
+        on_device = to_device(places, self.input_ids.device)
+        input_ids, position_ids, labels = (x.expand_as(self.input_ids).flatten()[on_device][None] for x in self[:3])
+        labels = torch.where(to_device(is_token, labels.device), labels, _IGNORE)
         return _Rows(input_ids, position_ids, labels, documents, mask)
 
     def padded(
@@ -261,9 +266,13 @@ class _Rows(NamedTuple):
         on each rank of whole chunks."""
         multiple, seq_len = Layout.multiple(layout, world_size), self.input_ids.size(1)
         padding = max(0, multiple - seq_len) if chunk_tokens is None else -seq_len % (multiple * chunk_tokens)
-        given = zip(self[:3], _PADDING, strict=True)
-        copies = [functional.pad(x, (0, padding), value=v).clone() for x, v in given]
-        return copies, self.mask.padded(padding)
+        # Padding repeats the last token of each row as a document of its own: zeros have norms without a gradient.
+        last = self.document.ne(0).int().cumsum(1).argmax(1, keepdim=True).to(self.input_ids.device)
+        ids = torch.cat([self.input_ids, self.input_ids.gather(1, last).expand(-1, padding)], 1)
+        counted = torch.arange(padding, device=ids.device).expand(self.position_ids.size(0), -1)
+        positions = torch.cat([self.position_ids, counted], 1)
+        labels = functional.pad(self.labels, (0, padding), value=_IGNORE)
+        return [ids.clone(), positions.clone(), labels.clone()], self.mask.padded(padding, attends=True)
 
     def check(self, model: nn.Module, head: _Head, group: Group, layout: str, scheme: str) -> None:
         """RefusedError: the ranks do not compute on a cut of these rows what one process computes."""

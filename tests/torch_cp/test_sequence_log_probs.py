@@ -503,3 +503,20 @@ def test_a_model_is_whole_again_after_an_error() -> None:
     assert "forward" not in vars(model.head)
     assert not model._forward_hooks
     assert model(ids(1, 8), torch.arange(8)[None], False).shape == (1, 8, 96)
+
+
+def _gradients_of_norms() -> list[Tensor]:
+    """Of a model that takes the norm of hidden states, whose gradient is infinite at 0, where the embedding of 0 is."""
+    model = tiny_model().double()
+    model.model.embed_tokens.weight.data[0] = 0.0
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda module, args, x: x + 0.1 * x.square().sum(-1, keepdim=True).sqrt())
+    rows, mesh = ids(2, 5), init_device_mesh("cpu", (dist.get_world_size(),))  # 5 tokens on 4 ranks, which take 8
+    loss_of(*sequence_log_probs(model, rows, mesh=mesh, temperature=TEMPERATURE, return_entropy=True)).backward()
+    expected = one_process_with_gradients(model, Rows(rows, None, None))[1]
+    return [got - wanted for got, wanted in zip(averaged(model), expected, strict=True)]
+
+
+def test_norms_of_padding_have_a_gradient() -> None:
+    for difference in run_ranks(4, _gradients_of_norms)[0]:
+        assert float(difference.abs().max()) < TOLERANCE[False]
