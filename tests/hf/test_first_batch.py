@@ -77,7 +77,8 @@ class Mixing(nn.Module):
         return 0.1 * torch.randn(x.shape, generator=GENERATOR)
 
 
-HOW = [name for name in vars(Mixing) if not name.startswith("_") and name != "forward"]
+NOISE = ["noise_of_its_own", "noise_of_the_file"]
+HOW = [name for name in vars(Mixing) if not name.startswith("_") and name not in ("forward", *NOISE)]
 
 
 def _mixing_model(how):
@@ -92,8 +93,8 @@ def _refusal_of_mixing(engine, how):
         return failure_of(trainer), trainer.state.global_step
 
 
-# A module with a state, and one that draws. All others read other tokens, like that of the first evaluation below.
-SHORT = [("DDP", how) for how in ("norm_of_a_batch", "noise_of_its_own")]
+# A module with a state. All others read other tokens, like that of the first evaluation below.
+SHORT = [("DDP", "norm_of_a_batch")]
 
 
 @pytest.mark.parametrize(
@@ -203,6 +204,24 @@ def test_ranks_may_call_a_module_in_another_order(family):
 def test_ranks_with_other_hash_seeds():
     for said in hash_seeds.start([0, 1], timeout=170.0):
         assert "proved" in said, said
+
+
+def _warnings_of_noise(how):
+    with Messages() as said:
+        trainer = make_trainer(model=_mixing_model(how), max_steps=1)
+        ringtile.enable(trainer, CONFIG)
+        trainer.train()
+        found = first_batch_of(trainer)
+        ringtile.restore(trainer)
+    return list(said), found.random
+
+
+@pytest.mark.parametrize("how", NOISE)
+def test_modules_that_draw_are_named_and_left_out(how):
+    """Their noise is of the size of what they return: no other error is seen, as is said, and none is made up."""
+    for said, random in run_ranks(2, _warnings_of_noise, how):
+        assert random == "model.layers.1.mlp (Mixing)"
+        assert all("draws random numbers of its own" in text for text in said)
 
 
 # ---- nothing of the run changes -----------------------------------------------------------------
@@ -547,6 +566,12 @@ def test_cut_at_targets_shows_where_rows_of_a_prompt_part():
     assert torch.equal(cut["input_ids"][0], cut["input_ids"][1])
     assert (cut["labels"] == -100).any(1).all()
     assert cut_batch(batch, 32)["input_ids"][:, 0].tolist() == [3000 - 128, 2000 - 128]
+
+
+def test_cut_has_a_multiple_of_what_is_declared():
+    batch = {"input_ids": torch.arange(8000).view(2, -1)}
+    assert cut_batch(batch, 32, multiple=384)["input_ids"].shape == (2, 384)
+    assert cut_batch(batch, 32, multiple=1024)["input_ids"].shape == (2, 1024)
 
 
 def test_cut_leaves_short_batches_and_other_tensors():

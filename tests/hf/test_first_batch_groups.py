@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from hf_engines import engine as engine_arguments
 from hf_models import tiny_model
-from hf_training import Messages, Padded, make_trainer
+from hf_training import TOLERANCE, Messages, Padded, make_trainer
 from pool import run_ranks
 from ringtile.first_batch import proof
 from ringtile.hf import first_batch
@@ -100,11 +100,32 @@ def test_groups_of_one_rank_prove_alike():
         assert [SAYS["steeper"] in text for text in said] == [True] * (rank == 0)
 
 
-def test_a_stream_that_is_wrong_is_named() -> None:
-    trainer = make_trainer()
-    mlp = trainer.model.model.layers[1].mlp
-    forward = mlp.forward
-    mlp.forward = lambda x: forward(x) + forward(x).mean(1, keepdim=True)
-    ringtile.enable(trainer, {"stream": True, "tile_tokens": 8})
-    with pytest.raises(ringtile.RefusedError, match=r"stream does not compute what one rank .* Set stream: false"):
+class _Means(torch.nn.Module):
+    """An MLP that mixes the tokens that it sees."""
+
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x) + x.mean(1, keepdim=True)
+
+
+def _streamed(config: dict[str, Any] | None) -> tuple[list[float], list[str]]:
+    trainer = make_trainer(max_steps=2)
+    trainer.model.model.layers[1].mlp = _Means(trainer.model.model.layers[1].mlp)
+    with Messages() as said:
+        if config is not None:
+            ringtile.enable(trainer, {"stream": True, "tile_tokens": 8} | config)
         trainer.train()
+        ringtile.restore(trainer)
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line], list(said)
+
+
+def test_a_stream_that_is_wrong_is_named_and_switched_off() -> None:
+    expected, _ = _streamed(None)
+    losses, said = _streamed({})
+    assert losses == pytest.approx(expected, rel=TOLERANCE)
+    assert any("stream switched off: stream does not compute what one rank" in text for text in said)
+    with pytest.raises(ringtile.RefusedError, match=r"stream does not compute what one rank .* Set stream: false"):
+        _streamed({"first_batch_check": "require"})

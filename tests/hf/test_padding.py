@@ -8,7 +8,9 @@ import torch
 from hf_models import ALTERNATING, SIZES
 from hf_training import TOLERANCE, Padded, assert_equal_training, failure_of, make_trainer, train
 from pool import run_ranks
+from ringtile.first_batch.trace import ModelCall, Trace
 from ringtile.hf import shard
+from torch import nn
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 
 CONFIG = {"context_parallel_size": 2, "first_batch_check": True}
@@ -81,5 +83,19 @@ def _refusal():
 
 def test_padding_whose_gradient_is_not_finite_is_named():
     messages = run_ranks(2, _refusal)
-    assert any("is not finite on padding" in message for message in messages)  # of the rank that holds it
+    assert any(
+        "is not finite on a shard, or on its padding" in message for message in messages
+    )  # of the rank that holds it
     assert all(message.startswith("RefusedError: 2 ranks do not compute what one") for message in messages)
+
+
+def test_experts_whose_gradient_is_not_finite_are_noted():
+    """Which have no vector for each token, and of whose tokens nothing else is compared."""
+    expert = nn.Linear(2, 2, bias=False)
+    with Trace({expert: "experts.0"}) as trace:
+        trace.begin(ModelCall((1, 4), None, 4))
+        expert(torch.zeros(3, 2, requires_grad=True)).norm().backward()
+        expert(torch.zeros(3, 2, requires_grad=True)).square().sum().sqrt().backward()
+    assert trace.calls[0].values == {}
+    assert bool(trace.finite["experts.0", "output"])
+    assert not bool(trace.finite["experts.0", "gradient"])

@@ -237,7 +237,7 @@ def _prove(config: dict[str, Any], family: str, averages: bool = False) -> tuple
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ringtile.hf.first_batch.record", recorded)
-        ringtile.enable(trainer, config | {"first_batch_check": True})
+        ringtile.enable(trainer, config | {"first_batch_check": "require"})  # else it goes on without shared_prefix
         try:
             trainer.train()
         except ringtile.RefusedError as error:

@@ -25,6 +25,7 @@ class Comparison:
     noise: float = 0.0  # the largest difference that rounding makes, relative to the values of its module
     difference: str = ""  # the first one that rounding does not explain, in words
     parts: tuple[str, ...] = ()  # what each rank writes a part of: one process, their sum, mean or largest
+    random: str = ""  # the first module that draws other random numbers on the ranks
     unsteady: str = ""  # the first module that gave other bits when the sharded run was made again
 
     @property
@@ -83,14 +84,11 @@ def compare(
 def _not_finite(whole: LossRun, sharded: LossRun) -> str:
     """What is not finite on any token of a shard, padding included, and is in one process, in words: padding counts in
     no loss, but 0 times infinity would make every gradient of weights NaN."""
-    for one, shard in zip(whole.trace.calls, sharded.trace.calls, strict=False):
-        for what, kept, theirs in (
-            ("{}", one.values, shard.values),
-            ("the gradient that reaches {}", one.gradients, shard.gradients),
-        ):
-            for event in (event for event in theirs if event in kept and not bool(theirs[event].isfinite().all())):
-                if bool(kept[event].isfinite().all()):
-                    return f"{what.format(_place(event, whole.trace.names))} is not finite on padding"
+    in_one_process = whole.trace.finite
+    for (path, kind), finite in sharded.trace.finite.items():
+        if not finite and in_one_process.get((path, kind), finite):
+            what = "the gradient that reaches what" if kind == "gradient" else "what"
+            return f"{what} {_named(path, whole.trace.names)} returns is not finite on a shard, or on its padding"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,11 @@ logger = logging.getLogger("ringtile")
 # Noise above which the proof is inconclusive: in units in the last place, and relative to the values. The model is so
 # steep that errors may hide behind its rounding, or it draws random numbers.
 _STEEP_UNITS, _STEEP = 4096.0, 0.25
-_SLOW = 20.0  # seconds of the first run, after which the others have no backward
+_MOST_SECONDS = 60.0  # that a proof is expected to take, above which it is made of less
+
+
+class DifferenceError(RefusedError):
+    """A sharded run differs from that of one process. Raised on every rank of a group."""
 
 
 def prove(
@@ -46,35 +51,54 @@ def prove(
     sharded run is made again, without its backward, and must give the same bits. besides: what else the log says.
     largest_of_all: of a number of each rank of the world, by which every group makes the same runs: under FSDP2 and
     ZeRO-3 each is a collective of all. None, with a warning: the loss of one process is not finite, so that nothing can
-    be compared. Raises RefusedError, on every rank, if rounding does not explain the difference.
+    be compared. Raises DifferenceError, on every rank, if rounding does not explain the difference.
     """
     began = time.perf_counter()
     scale = 2.0 ** max(num_tokens, num_items).bit_length()  # the gradients of a mean would underflow in 16 bits
     whole = run(True, scale=scale)
-    backward = not largest_of_all(int(time.perf_counter() - began > _SLOW))
-    rounded = run(True, scale=scale, like=whole, rounding=True, backward=backward)
-    sharded = run(False, scale=scale, like=whole, backward=backward)
-    again = run(False, scale=scale, like=whole, backward=False) if own_code else sharded
     transport, device = transport_of(group), whole.trace.device
     size = transport.world_size
-    is_finite = whole.loss is None or bool(whole.loss.isfinite())
-    if not _of_all_ranks(torch.tensor([is_finite], device=device), group).all():
+
+    def anywhere(flag: bool) -> bool:
+        return bool(largest_of_all(int(_of_all_ranks(torch.tensor([flag], device=device), group).any())))
+
+    seconds = time.perf_counter() - began  # of a forward, about a third
+    backward = not anywhere(3 * seconds > _MOST_SECONDS)
+    makes_again = own_code and not anywhere(10 / 3 * seconds > _MOST_SECONDS)
+    perturbed = functools.partial(run, True, scale=scale, like=whole, rounding=True, backward=backward)
+    on_shards = functools.partial(run, False, scale=scale, like=whole)
+    rounded, sharded = perturbed(), on_shards(backward=backward)
+    again = on_shards(backward=False) if makes_again else sharded
+    if anywhere(whole.loss is not None and not bool(whole.loss.isfinite())):
         if transport.rank == 0:
             logger.warning("ringtile: this batch proves nothing, the next will: %s is not finite in one process", named)
         return None
     losses = None if sharded.loss is None else _of_all_ranks(sharded.loss[None], group)
     loss = None if losses is None else losses.mean() if averages else losses.sum()
     # Of the sum of the ranks' losses, whose backward is one over all ranks.
-    gradient_scale = float(size) if averages else 1.0
-    found = compare(whole, rounded, sharded, loss=loss, gradient_scale=gradient_scale, scale=scale, named=named)
-    found.unsteady = sharded.trace.differs_from(again.trace)
+    scales = {"gradient_scale": float(size) if averages else 1.0, "scale": scale}
+    found = compare(whole, rounded, sharded, loss=loss, named=named, **scales)
+    unsteady = sharded.trace.differs_from(again.trace)
+    if anywhere(bool(found.difference)):  # but of other random numbers?
+        drawn = perturbed(draws=True)
+        by_draws = compare(whole, drawn, sharded, loss=loss, named=named, **scales)
+        by_draws.random = rounded.trace.differs_from(drawn.trace)
+        if by_draws.random and not by_draws.difference:
+            found, rounded = by_draws, drawn
+    found.unsteady = unsteady
     compare_written(found, whole, rounded, _written(whole, sharded, group, device))
-    if largest_of_all(len(found.parts)):  # does it read them? Once more, on what the last run has left
-        reads = sharded.trace.differs_from(run(False, scale=scale, like=whole, backward=False, restores=False).trace)
+    if anywhere(bool(found.parts)):  # does it read them? Once more, on what the last run has left
+        reads = sharded.trace.differs_from(on_shards(backward=False, restores=False).trace)
         if found.parts and reads and not found.unsteady and not found.difference:
             found.difference = f"{reads} reads {found.parts[0]}, of which a forward on a shard writes a part"
     _check(found, group, device, key)
-    is_steep = found.noise > min(_STEEP_UNITS * whole.trace.unit, _STEEP)
+    if found.random and transport.rank == 0:
+        logger.warning(
+            "ringtile: %s draws random numbers of its own, on the ranks others than in one process: they, and what is "
+            "made of them, are left out of the comparison of the first batch, but for their size",
+            found.random,
+        )
+    is_steep = not found.random and found.noise > min(_STEEP_UNITS * whole.trace.unit, _STEEP)
     if _of_all_ranks(torch.tensor([is_steep], device=device), group).any():
         logger.warning(
             "ringtile: rounding alone, or random numbers that nothing counts, change hidden states of the first batch "
@@ -105,12 +129,12 @@ def _check(found: Comparison, group: Group | None, device: torch.device, key: st
         return
     what = found.difference or f"rank {int(differs.argmax())} of the group found a difference, which its error names"
     if len(differs) == 1:
-        raise RefusedError(
+        raise DifferenceError(
             f"{key} does not compute what one rank computes without it, on a cut of the first batch: {what}; expected "
             f"the same numbers. Code that mixes tokens, counts them, averages over them or draws random numbers sees a "
             f"shared token once, and one chunk of tokens. Set {key}: false"
         )
-    raise RefusedError(
+    raise DifferenceError(
         f"{len(differs)} ranks do not compute what one process computes, on a cut of the first batch: {what}; expected "
         f"the same numbers. Code that mixes tokens, counts them, averages over them or draws random numbers sees a "
         f"shard only. Compute it from whole sequences (a loss in the Trainer's compute_loss_func), leave it out, or "

@@ -22,6 +22,7 @@ from ringtile.random_states import all_random_states, set_random_states
 _MOST = 10_000  # entries of a container whose content is kept
 _LARGEST = 1 << 28  # bytes of all tensors that are copied
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module
+_PUTS = ("set_state", "setstate")  # of generators of random numbers
 _PLAIN = (bool, int, float, str, type(None), list, deque, set, tuple, dict, Tensor)
 _LASTING = (int, float, complex, str, bytes, types.BuiltinFunctionType, torch.dtype)
 
@@ -39,6 +40,7 @@ class State:
     def __init__(self, model: nn.Module, code: list[Any], *, holder: object = None) -> None:
         self.unknown = self.lost = ""
         self._undo: list[Callable[[], object]] = []
+        self._undo_draws: list[Callable[[], object]] = []  # of generators of random numbers
         self._seen, self._bytes = dict[int, Any](), 0
         self._numbers: list[tuple[str, dict[str, Any], str, Tensor]] = []  # of modules, as they were
         own, name, names = {*map(id, code)}, type(model).__name__, names_in(code)
@@ -60,10 +62,12 @@ class State:
         self._random = all_random_states()
 
     @torch.no_grad()
-    def restore(self) -> None:
-        for undo in self._undo:
+    def restore(self, *, draws: bool = True) -> None:
+        """Puts all back; without draws, all but what random numbers come next."""
+        for undo in self._undo + self._undo_draws * draws:
             undo()
-        set_random_states(self._random)
+        if draws:
+            set_random_states(self._random)
         written = (path for path, x, version in self._watched if x._version != version)
         self.lost = self.lost or next(written, "")
 
@@ -108,7 +112,8 @@ class State:
             elif isinstance(x, Tensor):
                 self._tensor(x, place)
             elif self._bytes + size <= _LARGEST and (data := _data(x, named)) is not None:
-                self._undo += data[0]
+                is_generator = hasattr(type(x), "bit_generator") or any(hasattr(type(x), put) for put in _PUTS)
+                (self._undo_draws if is_generator else self._undo).extend(data[0])
                 self._bytes += size
                 waiting += data[1] if len(data[1]) <= _MOST else ()
             elif named and not _lasts(type(x)):

@@ -116,6 +116,8 @@ class Trace:
         self._handles: list[Any] = []
         self._generator: dict[torch.device, torch.Generator] = {}
         self._waiting: ModelCall | None = None  # for its language model
+        # Of all numbers that a module takes, returns or gets a gradient for, of padding and of experts too: bool ().
+        self.finite: dict[tuple[str, str], Tensor] = {}
         self.whole = False  # whether nothing is sharded in this run
 
     def begin(self, call: ModelCall, at_seam: bool = False) -> None:
@@ -210,7 +212,10 @@ class Trace:
             return None
         event = self._inside.pop()._replace(kind="output")
         found = output[0] if isinstance(output, (tuple, list)) and output else output
+        self._note(event, found)
         if not isinstance(found, Tensor) or self._tokens(found) is None:
+            if isinstance(found, Tensor) and found.requires_grad:
+                found.register_hook(functools.partial(self._note, event._replace(kind="gradient")))  # type: ignore[no-untyped-call]
             return None
         x = found
         if x is output:
@@ -225,6 +230,7 @@ class Trace:
         return None if x is output or found is not output else x
 
     def _on_gradient(self, call: ModelCall, event: Event, disturbs: bool, gradient: Tensor) -> Tensor | None:
+        self._note(event._replace(kind="gradient"), gradient)
         disturbed = self._disturbed(gradient) if disturbs else gradient
         tokens = _as_tokens(disturbed, call.shape)
         if tokens is not None and disturbed.numel() == tokens.numel():  # else it is a sum over rows
@@ -232,6 +238,13 @@ class Trace:
         return disturbed if disturbs else None
 
     # ---- one tensor -----------------------------------------------------------------------------
+
+    def _note(self, event: Event, x: Any) -> None:
+        """Notes whether x is finite: the gradient of a weight is made of what its module takes and gets."""
+        if self._rounding or type(x) is not Tensor or not x.is_floating_point() or x.layout != torch.strided:
+            return
+        place, finite = (event.path, event.kind), x.detach().isfinite().all()
+        self.finite[place] = finite & self.finite.get(place, finite)
 
     def _tokens(self, x: Tensor) -> Tensor | None:
         return _as_tokens(x, self.calls[-1].shape)

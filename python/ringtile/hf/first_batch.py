@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ringtile.errors import RefusedError, RingtileError
 from ringtile.first_batch.compare import Comparison
 from ringtile.first_batch.own import own_code
-from ringtile.first_batch.proof import prove
+from ringtile.first_batch.proof import DifferenceError, prove
 from ringtile.first_batch.quiet import without_checkpoints, without_hooks
 from ringtile.first_batch.run import LossRun, record
 from ringtile.first_batch.state import State
 from ringtile.first_batch.trace import Trace, running_trace
+from ringtile.hf.features import stream
 from ringtile.hf.features.dropout import without_dropout
 from ringtile.hf.group import of_a_collective
 from ringtile.hf.keys import key_of_tree
@@ -44,6 +46,7 @@ _MARGIN = 8  # tokens of a row, at least, before the edge that the cut shows
 _TARGETS = ("labels", "completion_mask")  # in the names of the keys that say which tokens have targets
 _TILES = 3  # tiles of a shard of the cut, at least
 _LARGEST_WINDOW = 1024  # tokens: a cut is longer than windows and chunks up to this one
+_MULTIPLES = ("pad_to_multiple_of", "chunk_size", "mamba_chunk_size", "block_size")  # of a row's tokens, declared
 _WITH_IMAGES = 4096  # tokens of all rows of a batch that is proved with its images, of which no cut can be made
 _LONGEST = 8192  # tokens of a batch that is proved whole, where its cut fails
 _ALIKE_SECONDS = 20.0  # within which all ranks fail that fail at the same place, between two gathers of weights
@@ -184,12 +187,13 @@ class FirstBatch:
         state: State,
         options: dict[str, Any],
     ) -> None:
-        """Of a cut on which one process fails, the batch itself is tried, once."""
-        loss = self._loss
-        cut = dict(inputs) if images else cut_batch(inputs, self._row_tokens(), at_targets=loss.config.shared_prefix)
-        key = "shared_prefix" if loss.config.shared_prefix else "stream"
-        for batch in (cut, dict(inputs)):
-            num_tokens = _num_tokens(batch, images)
+        """Of a cut on which one process fails, the batch itself is tried, once. Where the ranks differ, shared_prefix
+        and stream are switched off, one after the other: the rest of the path is that of any batch."""
+        loss, batch, first = self._loss, self._cut(inputs, images), None
+        optional = [key for key in ("shared_prefix", "stream") if getattr(loss.config, key)]
+        key, is_whole, off = (optional or ["stream"])[0], False, list[str]()
+        while True:
+            num_tokens, error = _num_tokens(batch, images), None
             run = _Run(loss, model, batch, loss_of, state, num_tokens)
             try:
                 self.comparison = prove(
@@ -200,11 +204,40 @@ class FirstBatch:
                     largest_of_all=lambda number: loss.group.largest_of_all(number)[0],
                     **options,
                 )
-                return
             except _UnprovedError:
                 longest = loss.group.largest_of_all(_num_tokens(inputs, images), -num_tokens)
-                if batch is not cut or not -longest[1] < longest[0] <= _LONGEST:
+                if is_whole or not -longest[1] < longest[0] <= _LONGEST:
                     raise
+                batch, is_whole = dict(inputs), True
+                continue
+            except DifferenceError as difference:
+                error = difference
+            if not loss.group.largest_of_all(int(error is not None))[0]:
+                if off and loss.trainer.args.process_index == 0:
+                    logger.warning(
+                        "ringtile: %s switched off: %s. It trains by the plain path", " and ".join(off), first
+                    )
+                return
+            first = first or error
+            if not optional or loss.config.reproducible or loss.config.first_batch_check == "require":
+                if first is not None:
+                    raise first
+                return
+            off.append(optional.pop(0))
+            if off[-1] == "shared_prefix":
+                loss.sharding.shares_prefixes = False
+            else:
+                stream.switch_off(loss.base)
+
+    def _cut(self, inputs: Mapping[str, Any], images: Set[str]) -> dict[str, Any]:
+        if images:
+            return dict(inputs)
+        loss = self._loss
+        holders = (loss.trainer.data_collator, loss.trainer.processing_class, loss.base.config.get_text_config())
+        sizes = [getattr(holder, name, None) for holder in holders for name in _MULTIPLES]
+        multiple = math.lcm(*(size for size in sizes if type(size) is int and 0 < size <= _LARGEST_WINDOW))
+        row_tokens = self._row_tokens()
+        return cut_batch(inputs, row_tokens, at_targets=loss.config.shared_prefix, multiple=multiple)
 
     def _row_tokens(self) -> int:
         """Tokens of a row for which no rank is idle, and no window or chunk is longer."""
@@ -240,10 +273,10 @@ class _Run:
         if small:
             small[0].all_gather(small)
 
-    def __call__(self, whole: bool, *, restores: bool = True, **options: Any) -> LossRun:
-        """See `record`. restores: whether it begins where the first run did."""
+    def __call__(self, whole: bool, *, restores: bool = True, draws: bool = False, **options: Any) -> LossRun:
+        """See `record`. restores: whether it begins where the first run did; draws: but for random numbers."""
         if restores:
-            self._state.restore()
+            self._state.restore(draws=not draws)
         self._place, found, reason = "", None, ""
         copies = {  # that a forward pass may write, without the graph that made them
             name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in self._batch.items()
@@ -310,8 +343,11 @@ def _num_tokens(batch: Mapping[str, Any], images: Set[str]) -> int:
 # B rows, S tokens of a row
 
 
-def cut_batch(inputs: Mapping[str, Any], row_tokens: int, *, at_targets: bool = False) -> dict[str, Any]:
-    """The batch with at most `row_tokens` tokens of each row, but at least _TOKENS in all rows and _ROW in each.
+def cut_batch(
+    inputs: Mapping[str, Any], row_tokens: int, *, at_targets: bool = False, multiple: int = 1
+) -> dict[str, Any]:
+    """The batch with at most `row_tokens` tokens of each row, but at least _TOKENS in all rows and _ROW in each, and of
+    a multiple of `multiple`.
 
     at_targets: around the first target, even where there is an edge: rows of one prompt begin alike there.
 
@@ -329,7 +365,7 @@ def cut_batch(inputs: Mapping[str, Any], row_tokens: int, *, at_targets: bool = 
             sizes.setdefault(value.size(1), []).append(name)
     for seq_len, names in sizes.items():
         rows = max(inputs[name].size(0) for name in names)
-        length = max(row_tokens, _ROW, _TOKENS // rows)
+        length = -(-max(row_tokens, _ROW, _TOKENS // rows) // multiple) * multiple
         if seq_len <= length:
             continue
         begins = _begins(

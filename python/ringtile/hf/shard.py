@@ -55,6 +55,7 @@ class Sharding:
         # States are passed from stretch to stretch, of which a balanced layout makes many.
         self._layout = resolved(config.layout) if hybrid else config.layout
         self._shares_rows = shares_rows(trainer)
+        self.shares_prefixes = config.shared_prefix
         logs = trainer.args.process_index == 0
         self._reader = BatchReader(base, patches, causal=causal, hybrid=hybrid, logs=logs)
         self.reading = Reading(
@@ -84,7 +85,7 @@ class Sharding:
             given, rows = unfold(given, given.get("position_ids"))
         else:
             positions = self._reader.positions(on_host)
-        shares = self._config.shared_prefix or (self._config.reproducible and self._shares_rows)
+        shares = self.shares_prefixes or (self._config.reproducible and self._shares_rows)
         if shares and not is_tree and not whole:
             if not self._shares_rows:
                 raise ConfigError(

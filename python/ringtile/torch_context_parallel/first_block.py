@@ -67,9 +67,9 @@ class FirstBlock:
                 trace.begin(ModelCall(shape, None if whole else sequence, seq_len))
                 yield
 
-        def run(whole: bool, *, restores: bool = True, **options: Any) -> LossRun:
+        def run(whole: bool, *, restores: bool = True, draws: bool = False, **options: Any) -> LossRun:
             if restores:
-                state.restore()
+                state.restore(draws=not draws)
             return record(loss, paths, lambda trace: within(whole, trace), written=state.written, **options)
 
         full = [buffer.detach() for buffer in self.buffers]

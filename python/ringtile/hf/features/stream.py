@@ -12,7 +12,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -124,6 +124,14 @@ def chunk_tokens_of(model: nn.Module) -> int | None:
     return next((forward.tokens for forward in forwards if isinstance(forward, _StreamedLayer)), None)
 
 
+def switch_off(model: nn.Module) -> None:
+    """Makes layers that are streamed run whole, as in a run that nothing tiles."""
+    for module in model.modules():
+        forward = getattr(vars(module).get("forward"), "__func__", None)
+        if isinstance(forward, _StreamedLayer | _StreamedTokens):
+            vars(module)["forward"] = MethodType(replace(forward, tokens=0), module)
+
+
 def find_layers(base: PreTrainedModel) -> dict[str, nn.Module]:
     """The layers of a text model, by name: of transformers' GradientCheckpointingLayer, those that are in no other."""
     found: dict[str, nn.Module] = {}
@@ -181,14 +189,14 @@ def _check(base: PreTrainedModel, layers: dict[str, nn.Module], recurs: bool) ->
 class _StreamedLayer(TiledForward):
     """The forward of a layer."""
 
-    tokens: int
+    tokens: int  # of a chunk; 0: it runs whole
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         names = [*inspect.signature(self.own_forward).parameters][1:]
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         x, limit = next(iter(given.values()), None), tile_limit()
-        if running_chunk() is not None or limit == 0:
+        if running_chunk() is not None or limit == 0 or not self.tokens:
             return self.own_forward(module, *args, **kwargs)
         for cache in _CACHES:
             if given.get(cache) is not None:
@@ -263,7 +271,8 @@ class _StreamedTokens(TiledForward):
         limit, copies = tile_limit(), getattr(module, STREAMED)
         tokens = min(self.tokens, limit or self.tokens)
         is_one = len(args) + len(kwargs) == 1 and isinstance(x, Tensor) and x.dim() in (2, 3) and x.numel() > 0
-        if limit == 0 or not is_one or (copies is None and (x.size(1) <= tokens or not torch.is_grad_enabled())):
+        is_short = copies is None and (not is_one or x.size(1) <= tokens or not torch.is_grad_enabled())
+        if 0 in (limit, self.tokens) or not is_one or is_short:
             return self.own_forward(module, *args, **kwargs)
         return run_tokens(self.name, module, self.own_forward, x, tokens, copies)
 
