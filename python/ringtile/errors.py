@@ -16,6 +16,9 @@ EXTRAS["train"] = f"{EXTRAS['hf']} 'datasets>=4' 'matplotlib>=3.8'"
 _ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
 
 
+PAGES = "https://<host>/<owner>/ringtile/blob/main/"  # before the path of a page in an error or a help
+
+
 class RingtileError(Exception):
     """The base class: `except ringtile.RingtileError` catches everything ringtile raises on purpose.
 

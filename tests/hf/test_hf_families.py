@@ -17,7 +17,7 @@ from ringtile.errors import RefusedError
 from ringtile.hf import families
 from ringtile.hf.layers import refuse_indexers
 from ringtile.hf.masks import CHUNKS_FOLLOW_POSITIONS
-from ringtile.hf.model import check_model
+from ringtile.hf.model import check_model, instead
 from ringtile.hf.patches import Patches
 from ringtile.hf.reading import BatchReader, positions_separate
 
@@ -204,6 +204,18 @@ def test_trainers_that_share_a_replacement_are_restored_in_any_order() -> None:
     assert module.mix is original
 
 
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("bloom", "tiled_loss, activation_offloading"),
+        ("llama", "tiled_mlp, tiled_norm, tiled_loss, activation_offloading"),
+    ],
+)
+def test_a_refusal_says_which_keys_the_model_takes(name: str, keys: str) -> None:
+    tiny = tiny_models.tiny_model(tiny_models.tiny_config(name))
+    assert f"where it takes {keys}, or" in instead(tiny)
+
+
 # ---- learned sparse attention -------------------------------------------------------------------
 
 
@@ -217,7 +229,7 @@ def test_every_indexer_of_the_release_is_refused_by_name() -> None:
         with pytest.raises(
             RefusedError, match=rf"^Model chooses the keys of each query .*, and no layer.indexer \({name}\): train it$"
         ):
-            refuse_indexers("Model", [("layer.indexer", type(name, (torch.nn.Module,), {})())], "train it")
+            refuse_indexers("Model", [("layer.indexer", type(name, (torch.nn.Module,), {})())], lambda: "train it")
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])

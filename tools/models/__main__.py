@@ -138,7 +138,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         of.setdefault(row["verdict"], []).append(row)
     counts = ", ".join(f"{len(of[verdict])} {verdict}" for verdict in sorted(of))
-    lines = [f"{len(rows)} types of transformers {transformers.__version__}: {counts}.", ""]
+    lines = [f"{len(rows)} pairs of type and task, of transformers {transformers.__version__}: {counts}.", ""]
     exact = of.pop("exact", [])
     for kind, words in _KINDS.items():
         if types := [row for row in exact if row["type"].partition(":")[2] == kind]:

@@ -29,7 +29,7 @@ VERBS = {
     "train": "train a model from a YAML file; start it with torchrun for several ranks",
     "verify": "prove that n ranks compute the same as one, op by op and in training",
     "plan": "plan memory, traffic and time of a training, or of one layer, before it runs",
-    "doctor": "report versions, compiled kernels, devices, and what is patched",
+    "doctor": "report versions, kernels and their self-test, devices, process groups",
 }
 
 

@@ -78,7 +78,7 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
             "note: training.use_liger_kernel is not planned: norms, GLUs and loss are those of transformers, or tiled"
         )
     if not Scheme.parse(keys.context_parallel_scheme).is_resolved:
-        print(f"note: context_parallel_scheme is {keys.context_parallel_scheme}, which ranks measure; planned as ring")
+        print(f"note: context_parallel_scheme {keys.context_parallel_scheme} is chosen by ranks; planned as ring")
         keys = keys.changed(context_parallel_scheme="ring")
     setup = Setup(
         config,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -38,13 +38,13 @@ def mixers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
     return _of_classes(modules, MIXERS)
 
 
-def refuse_indexers(model: str, modules: Iterable[tuple[str, nn.Module]], instead: str) -> None:
+def refuse_indexers(model: str, modules: Iterable[tuple[str, nn.Module]], instead: Callable[[], str]) -> None:
     """Raise RefusedError for learned sparse attention (DSA, arXiv:2512.02556), for which there is no kernel."""
     for path, module in modules:
         if "Indexer" in type(module).__name__:
             raise RefusedError(
                 f"{model} chooses the keys of each query (learned sparse attention), for which ringtile has no kernel; "
-                f"expected queries that attend all keys of a mask, and no {path} ({type(module).__name__}): {instead}"
+                f"expected queries that attend all keys of a mask, and no {path} ({type(module).__name__}): {instead()}"
             )
 
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING, ForMaskedLMLoss, ForTokenClassification
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification
 
-from ringtile.errors import RefusedError
+from ringtile.errors import PAGES, RefusedError
 from ringtile.hf import attention
 from ringtile.hf.batch import active_batch
 from ringtile.hf.families import SAMPLING, WHOLE_SEQUENCES
@@ -31,11 +31,25 @@ _TYPES_BY_TOKEN = frozenset({"mlp", "moe"})  # of hybrid models' layers: each to
 # Of each switched model, the names of its attention before.
 _own_attention: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = weakref.WeakKeyDictionary()
 
-# What to do about a model that no setting makes run on shards; ends a message.
-INSTEAD = (
-    "train it with context_parallel_size: 1, where tiled_mlp, tiled_loss and activation_offloading still save memory, "
-    "or choose a type that docs/guide/models.md lists as exact"
-)
+
+def instead(model: PreTrainedModel) -> str:
+    """Return what to do about a model that no setting makes run on shards, which ends a message."""
+    from ringtile.hf.features.loss import not_plain
+    from ringtile.hf.features.mlp import find_mlps
+    from ringtile.hf.features.norm import find_norms
+
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    takes = {
+        "tiled_mlp": find_mlps(model),
+        "tiled_norm": find_norms(model),
+        "tiled_loss": head is not None and model.loss_function is ForCausalLMLoss and not not_plain(head),
+        "activation_offloading": model.supports_gradient_checkpointing,
+    }
+    keys = ", ".join(key for key, is_taken in takes.items() if is_taken) or "none of ringtile's keys"
+    return (
+        f"train it with context_parallel_size: 1, where it takes {keys}, or choose a type that "
+        f"{PAGES}docs/guide/models.md lists as exact"
+    )
 
 
 def base_model(model: nn.Module | None) -> PreTrainedModel:
@@ -104,14 +118,15 @@ def check_model(model: PreTrainedModel) -> None:
     batch proves."""
     config, name = model.config.get_text_config(), type(model).__name__
     causal, modules = attends_causally(model), text_modules(model)
-    refuse_indexers(name, modules, INSTEAD)
+    refuse_indexers(name, modules, lambda: instead(model))
     layer_types = set(getattr(config, "layer_types", None) or ()) - known_types(causal)
     if causal and mixers(modules):
         layer_types -= RECURRENT_TYPES | _TYPES_BY_TOKEN
     if layer_types:
         raise RefusedError(
             f"{name} has layers of type {', '.join(sorted(layer_types))}; expected only "
-            f"{', '.join(sorted(known_types(causal)))}: other layers mix tokens without the ring. Instead, {INSTEAD}"
+            f"{', '.join(sorted(known_types(causal)))}: other layers mix tokens without the ring. Instead, "
+            f"{instead(model)}"
         )
     refuse_modules(model, WHOLE_SEQUENCES | SAMPLING)
 
@@ -121,7 +136,7 @@ def attends_causally(model: PreTrainedModel) -> bool:
     config, name, modules = model.config.get_text_config(), type(model).__name__, text_modules(model)
     whole = config if shifts_labels(model) else model.config  # T5Gemma 2 says it there alone
     if getattr(config, "is_encoder_decoder", False) or getattr(whole, "is_encoder_decoder", False):
-        raise RefusedError(f"{name} has an encoder and a decoder; expected one of the two: {INSTEAD}")
+        raise RefusedError(f"{name} has an encoder and a decoder; expected one of the two: {instead(model)}")
     first: dict[bool, str] = {}  # by is_causal
     for path, module in modules:
         flag = getattr(module, "is_causal", None)
@@ -132,20 +147,20 @@ def attends_causally(model: PreTrainedModel) -> bool:
         if any(layer.window is not None for layer in layer_masks(config)):
             raise RefusedError(
                 f"{name} has config.is_causal false and layers with a sliding window; expected layers that attend "
-                f"fully: such windows were not compared with one process. Instead, {INSTEAD}"
+                f"fully: such windows were not compared with one process. Instead, {instead(model)}"
             )
         return False
     # An encoder whose loss is the Trainer's does not shift either, and a loss of rows says nothing.
     has_no_head = model.base_model is model
     if shifts_labels(model) and not reads_rows(model) and not (has_no_head and False in first):
         if False in first:
-            raise RefusedError(f"{name} is bidirectional ({first[False]}); expected a causal decoder: {INSTEAD}")
+            raise RefusedError(f"{name} is bidirectional ({first[False]}); expected a causal decoder: {instead(model)}")
         return True
     if len(first) != 1:
         raise RefusedError(
             f"{name} has {'causal and bidirectional layers' if first else 'no layer that says whether it is causal'} "
             f"(is_causal); expected all layers to say the same, as those that attend through transformers' "
-            f"AttentionInterface do: {INSTEAD}"
+            f"AttentionInterface do: {instead(model)}"
         )
     return True in first
 
@@ -181,7 +196,7 @@ def refuse_modules(model: PreTrainedModel, reasons: dict[str, tuple[str, str]]) 
         switch, reason = reasons.get(type(module).__name__, ("", ""))
         if reason and (not switch or getattr(module, switch, True)):
             raise RefusedError(
-                f"{path} ({type(module).__name__}) {reason}; expected tokens that ranks can share: {INSTEAD}"
+                f"{path} ({type(module).__name__}) {reason}; expected tokens that ranks can share: {instead(model)}"
             )
 
 
@@ -233,7 +248,7 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
     if model.config.get_text_config()._attn_implementation != attention.NAME:
         raise RefusedError(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "
-            f"model that does, since others would attend within a shard only: {INSTEAD}"
+            f"model that does, since others would attend within a shard only: {instead(model)}"
         )
 
 

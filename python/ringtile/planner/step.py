@@ -41,7 +41,7 @@ from ringtile.hf.features.loss import install_tiled_loss
 from ringtile.hf.features.mlp import install_tiled_mlp
 from ringtile.hf.features.norm import install_tiled_norm
 from ringtile.hf.layers import mask_of_layer, mixers, refuse_indexers
-from ringtile.hf.model import INSTEAD, check_model, text_modules
+from ringtile.hf.model import check_model, instead, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.planner import grpo
 from ringtile.planner.adapters import add_lora
@@ -444,7 +444,7 @@ def _few_modules() -> Iterator[None]:
 def check(model: PreTrainedModel, setup: Setup) -> None:
     """RefusedError: what ringtile does not train exactly, or what the planner cannot run on fake tensors."""
     name = type(model).__name__
-    refuse_indexers(name, text_modules(model), INSTEAD)
+    refuse_indexers(name, text_modules(model), lambda: instead(model))
     if reason := recurrent.unknown(text_modules(model)):
         raise RefusedError(f"{name}: {reason}, which the planner does not know; measure it with a short training")
     if mixers(text_modules(model)) and (setup.grpo is not None or setup.images is not None):
@@ -469,7 +469,7 @@ def _switch_attention(model: PreTrainedModel) -> None:
     if model.config.get_text_config()._attn_implementation != _NAME:
         raise RefusedError(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "
-            f"model that does: {INSTEAD}"
+            f"model that does: {instead(model)}"
         )
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from ringtile import keep, ops
-from ringtile.errors import RefusedError
+from ringtile.errors import PAGES, RefusedError
 from ringtile.hf.attention import WITHOUT_EFFECT, unknown_arguments
 from ringtile.hf.batch import (
     ShardedBatch,
@@ -37,7 +37,7 @@ from ringtile.hf.families import CACHES, MIXERS, SHORT_CUTS, UNKNOWN_RECURRENCES
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.layers import mixers
 from ringtile.hf.masks import is_packed, mask_of_batch
-from ringtile.hf.model import INSTEAD, base_model, text_modules
+from ringtile.hf.model import base_model, instead, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.recurrent.choose import uses_libraries
 from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
@@ -53,7 +53,7 @@ def _refuse(run: Enabled) -> None:
     if reason := unknown(modules):
         raise RefusedError(
             f"{reason}: no op of ringtile computes this recurrence; expected attention, a causal convolution, Mamba, "
-            f"Mamba-2, lightning attention or a gated delta rule: {INSTEAD}"
+            f"Mamba-2, lightning attention or a gated delta rule: {instead(run.base)}"
         )
     if run.trainer.args.torch_compile and mixers(modules):
         raise RefusedError(
@@ -120,7 +120,7 @@ def warn_of_joined_documents(model: nn.Module) -> None:
     logger.warning(
         f"ringtile: recurrent layers of {type(model).__name__} go on from one document of a packed row to the next, as "
         f"in transformers alone; expected rows of one document, or a key by which ringtile computes such layers, such "
-        f"as tiled_loss or context_parallel_size (docs/guide/hybrid.md)"
+        f"as tiled_loss or context_parallel_size ({PAGES}docs/guide/hybrid.md)"
     )
 
 
