@@ -316,6 +316,21 @@ def test_python_is_american_english(top: str) -> None:
         assert not (found := re.search(BRITISH, path.read_text(), re.IGNORECASE)), f"{path}: {found and found[0]}"
 
 
+# Sentences about what did not run, which become stale; docs/state.md has them all.
+NOT_RUN = re.compile(
+    r"no GPU (?:has|a)|no \w+ machine has run|never run|not (?:yet )?measured|has run on GPUs|which ran nowhere",
+    re.IGNORECASE,
+)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/state.md"])
+def test_what_has_not_run_links_to_the_state(page: str) -> None:
+    text = re.sub(r"<!-- begin.*?<!-- end -->", "", prose(page), flags=re.DOTALL)
+    for paragraph in re.split(r"\n\s*\n|\n(?=[|-])", text):
+        if found := NOT_RUN.search(" ".join(paragraph.split())):
+            assert "state.md" in paragraph, found[0]
+
+
 # ---- what the pages say about the code ----------------------------------------------------------
 
 

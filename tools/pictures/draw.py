@@ -220,35 +220,6 @@ def mesh() -> str:
     return picture.svg()
 
 
-def entries() -> str:
-    """Which entry to take."""
-    picture = Picture(900, 330, "Which entry to take")
-    rows = [
-        ("Do you have a training script?", "no", "a folder of examples/, or ringtile train"),
-        ("Does it use a Trainer of transformers or TRL?", "yes", "ringtile.enable(trainer, config)"),
-        ("Is it axolotl?", "yes", "the plugin and two keys in its YAML"),
-        (
-            "Does the model call scaled_dot_product_attention?",
-            "yes",
-            "with ringtile.context_parallel(mesh, buffers): ...",
-        ),
-        ("Anything else: call attention yourself", "", "ShardedSequence and ring_attention"),
-    ]
-    for n, (question, answer, entry) in enumerate(rows):
-        y = 15 + n * 62
-        picture.rect(15, y, 370, 38, "#eef3fa", COLORS[0])
-        picture.text(200, y + 24, question, "middle")
-        picture.arrow(385, y + 19, 500, y + 19)
-        if answer:
-            picture.text(440, y + 13, answer, "middle", size=12)
-        picture.rect(502, y, 385, 38, COLORS[0])
-        picture.text(694, y + 24, entry, "middle", "white")
-        if n + 1 < len(rows):
-            picture.arrow(200, y + 38, 200, y + 60)
-            picture.text(212, y + 54, "yes" if answer == "no" else "no", size=12)
-    return picture.svg()
-
-
 def memory() -> str:
     """Planned memory of Qwen3-8B on 8 GPUs: against the length, and by part at 128K."""
     figures = json.loads((pathlib.Path(__file__).parent / "memory.json").read_text())
@@ -292,40 +263,41 @@ def memory() -> str:
     for color, part in enumerate(parts):
         picture.rect(480 + color % 4 * 108, 366 + color // 4 * 18, 10, 10, COLORS[color])
         picture.text(494 + color % 4 * 108, 375 + color // 4 * 18, part, size=11)
-    said = "Planned (keep_attention: false), not measured. Each key is added; stream replaces checkpoints, MLP, norm."
+    said = "Planned (keep_attention: false). Each key is added; stream replaces checkpoints, MLP, norm."
     picture.text(60, 434, said, fill="#555555", size=11)
     return picture.svg()
 
 
 def speeds() -> str:
-    """Bars of the first table of docs/guide/performance.md: another backend's time over ringtile's."""
-    table = (ROOT / "docs" / "guide" / "performance.md").read_text().split("## Attention")[1]
-    found = re.findall(r"^\| ([^|]*) ?\| [^|]*\| `(\w+)` \| [\d.]* \| ([\d.]+) \|$", table, re.MULTILINE)
-    picture = Picture(860, 90 + 24 * len(found), "Attention on a CPU: the other backend's time over ringtile's")
-    picture.text(
-        15, 22, "Forward and backward: the other backend's time over ringtile's (right of 1, ringtile is faster)"
-    )
-    left, octave, bottom = 440.0, 80, 40 + 24 * len(found)
-
-    def place(ratio: float) -> float:
-        return round(left + math.log2(ratio) * octave, 1)
-
-    for power in range(5):
-        picture.line([(place(2**power), 32), (place(2**power), bottom)], "#e4e4e4")
-        picture.text(place(2**power), bottom + 14, f"{2**power}", "middle", size=11)
-    case = ""
-    for n, (name, against, ratio) in enumerate(found):
-        case, y, end = name.strip() or case, 34 + n * 24, place(float(ratio))
-        picture.text(15, y + 14, case, size=12)
-        picture.text(235, y + 14, against, size=12)
-        fair = COLORS[6] if against == "torch_mask" else COLORS[0] if float(ratio) >= 1 else COLORS[1]
-        picture.rect(min(left, end), y + 2, round(abs(end - left), 1), 16, fair)
-        picture.text(max(left, end) + 6, y + 14, ratio, size=12)
-    picture.line([(left, 30), (left, bottom)], "black", 1, "3,3")
-    said = "Case, dtype, tokens, kv heads, head dim. Gray: a boolean mask. AMD EPYC (Zen 4), 2 threads, November 2026;"
-    picture.text(15, bottom + 31, said, fill="#555555", size=11)
-    said = "torch 2.13. Not measured: CPUs with AMX, where torch's bf16 is much faster than here, and GPUs."
-    picture.text(15, bottom + 46, said, fill="#555555", size=11)
+    """Bars of the table of an H200 in docs/guide/performance.md: TFLOP/s, of others by the ratio of their time."""
+    table = (ROOT / "docs" / "guide" / "performance.md").read_text().split("## Attention on an H200")[1]
+    number = r"([\d.]+)"
+    pairs = r" \| ".join([f"{number}, {number}"] * 4)
+    found = re.findall(rf"^\| (\w+ [\d ]+) \| {pairs} \|$", table, re.MULTILINE)
+    height, peak, left, wide = 44, 786, 200, 300
+    bottom = 60 + height * len(found)
+    picture = Picture(900, bottom + 50, "Attention on an H200: TFLOP/s of three kernels")
+    kernels = ("ringtile", "torch's flash attention", "cuDNN")
+    for n, kernel in enumerate(kernels):
+        picture.rect(left + n * 180, 12, 10, 10, COLORS[n])
+        picture.text(left + 14 + n * 180, 21, kernel, size=12)
+    for number_of_pass, name in enumerate(("forward", "backward")):
+        x = left + number_of_pass * (wide + 50)
+        picture.text(x, 46, f"{name}, TFLOP/s", size=12)
+        picture.line([(x + wide, 52), (x + wide, bottom)], "#555555", 1, "3,3")
+        for n, (case, *numbers) in enumerate(found):
+            y, ours = 56 + n * height, float(numbers[number_of_pass])
+            if number_of_pass == 0:
+                picture.text(15, y + 22, case, size=12)
+            for kernel, ratio in enumerate(
+                (1.0, float(numbers[4 + number_of_pass]), float(numbers[6 + number_of_pass]))
+            ):
+                length = round(ours / ratio / peak * wide, 1)
+                picture.rect(x, y + kernel * 12, length, 11, COLORS[kernel])
+                picture.text(x + length + 4, y + 9 + kernel * 12, f"{ours / ratio:.0f}", size=10)
+    said = "bf16, one row. Case: mask, tokens, heads, kv heads, head dim. Dashed: 786, torch's product of two matrices."
+    picture.text(15, bottom + 18, said, fill="#555555", size=11)
+    picture.text(15, bottom + 34, "One H200, nine minutes on 2026-11-27; raw data not kept.", fill="#555555", size=11)
     return picture.svg()
 
 
@@ -400,7 +372,7 @@ def loss() -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    one.__name__: one for one in (masks, layouts, schemes, mesh, entries, step, memory, speeds, loss)
+    one.__name__: one for one in (masks, layouts, schemes, mesh, step, memory, speeds, loss)
 }
 
 if __name__ == "__main__":
