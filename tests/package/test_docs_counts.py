@@ -24,7 +24,7 @@ def read(page: str) -> str:
 
 def types_of_models() -> tuple[int, int, int]:
     """Of the table of models: types that train on a task at least, all types, and exact pairs of type and task."""
-    table = read("docs/guide/models.md").split("<!-- begin")[1].split("<!-- end")[0].split("untried.")[1]
+    table = read("docs/guide/models_table.md").split("<!-- begin")[1].split("<!-- end")[0].split("untried.")[1]
     exact, rest = table.split("| refused |")
     pairs = re.findall(r"`([^`]+)`", exact)
     firsts = "".join(re.findall(r"^\| (`.*?`) \|", rest, re.MULTILINE))
@@ -68,7 +68,7 @@ def test_memory_of_the_readme_is_the_planners() -> None:
 
 
 def test_counts_of_the_gauntlet_are_its_tables() -> None:
-    page, readme = read("docs/guide/gauntlet.md"), read("README.md")
+    page, readme = read("docs/guide/gauntlet_table.md"), read("README.md")
     backends = re.findall(r"^\| `([\w-]+)` \| [\w-]+ [\d.+a-z]+ \|", page, re.MULTILINE)
     others = {name for name in backends if not name.startswith("ringtile")}
     cases = len(attention_cases.CASES) + len(training_cases.CASES)
@@ -105,7 +105,9 @@ def test_sockets_of_a_rank_are_the_codes() -> None:
 
 
 def test_pages_stay_below_their_ceiling_of_words() -> None:
-    assert sum(len(path.read_text().split()) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]) <= 46_000
+    """Without the pages of generated tables."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    assert sum(len(path.read_text().split()) for path in pages if not path.stem.endswith("_table")) <= 44_000
 
 
 def test_counts_of_types_with_images_are_the_tests() -> None:

@@ -1,4 +1,4 @@
-"""What docs/guide/models.md says of a model type is what `python -m tools.models` finds; nothing is wrong or fails."""
+"""docs/guide/models_table.md says what `python -m tools.models` finds of a model type; nothing is wrong or fails."""
 
 import logging
 import pathlib
@@ -14,7 +14,7 @@ from tools.models.__main__ import decide, main, markdown, reason_of, split_page
 from tools.models.tiny_models import tiny_config
 from tools.models.tiny_training import all_types
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs/guide/models.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs/guide/models_table.md"
 TYPES = all_types()
 # Images, an encoder, no attention; refused at enable, refused in the first step.
 FEW = ("internvl:images", "roberta", "mamba", "rwkv", "bart")

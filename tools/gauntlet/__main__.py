@@ -1,9 +1,10 @@
-"""Every case through every backend that was asked for: a line for each, and the page of docs/guide/gauntlet.md."""
+"""Run every case through each backend asked for: a line for each, and the page docs/guide/gauntlet_table.md."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import os
 import pathlib
 import platform
@@ -12,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from ringtile.cli import Outcome
 from ringtile.errors import ConfigError
 
@@ -85,7 +85,8 @@ def page(rows: list[dict[str, Any]]) -> str:
     cells = {(row["backend"], row["case"], row["trains"]): row for row in rows}
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     machine = f"{platform.machine()}, {os.cpu_count()} cores, gloo, {judge.RANKS} ranks, no GPU"
-    lines = [f"{today}, {machine}, Python {platform.python_version()}, torch {torch.__version__}.", ""]
+    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "trl"))
+    lines = [f"{today}, {machine}, Python {platform.python_version()}, {packages}.", ""]
     lines += ["| backend | package | what is called |", "| --- | --- | --- |"]
     lines += [
         f"| `{name}` | {backend(name).package} {backend(name).version()} | {backend(name).setup} |" for name in names

@@ -131,7 +131,7 @@ def _decide(
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/guide/models.md: the exact types by kind, in boxes that open, and the others by reason."""
+    """Return the table of docs/guide/models_table.md: exact types by kind in boxes that open, others by reason."""
     import transformers
 
     of: dict[str, list[dict[str, Any]]] = {}
