@@ -42,15 +42,14 @@ _LAZY = {
     "CollectGarbageCallback": "hf.features.callbacks",
     "Config": "config",
     "ContextParallel": "torch_context_parallel.parallel_style",
+    "ContextParallelPlan": "torch_context_parallel.plan",
     "causal_conv1d": "recurrent.functions",
     "check_first_batch": "torch_context_parallel.context",
     "context_parallel": "torch_context_parallel.context",
     "context_parallel_shard": "torch_context_parallel.buffers",
     "context_parallel_unshard": "torch_context_parallel.buffers",
     "create_cp_block_mask": "torch_context_parallel.flex",
-    "disable_context_parallel_dispatcher": "torch_context_parallel.parallel_style",
     "enable": "hf.trainer",
-    "enable_context_parallel_dispatcher": "torch_context_parallel.parallel_style",
     "flex_attention": "torch_context_parallel.flex",
     "gated_delta_rule": "recurrent.functions",
     "Latents": "latents",
@@ -88,11 +87,8 @@ if TYPE_CHECKING:
     from ringtile.torch_context_parallel.buffers import context_parallel_shard, context_parallel_unshard
     from ringtile.torch_context_parallel.context import check_first_batch, context_parallel
     from ringtile.torch_context_parallel.flex import create_cp_block_mask, flex_attention
-    from ringtile.torch_context_parallel.parallel_style import (
-        ContextParallel,
-        disable_context_parallel_dispatcher,
-        enable_context_parallel_dispatcher,
-    )
+    from ringtile.torch_context_parallel.parallel_style import ContextParallel
+    from ringtile.torch_context_parallel.plan import ContextParallelPlan
 
 __version__ = "0.1.0"
 
@@ -103,6 +99,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "ContextParallel",
+    "ContextParallelPlan",
     "InputError",
     "IntervalMask",
     "Latents",
@@ -124,9 +121,7 @@ __all__ = [
     "context_parallel_shard",
     "context_parallel_unshard",
     "create_cp_block_mask",
-    "disable_context_parallel_dispatcher",
     "enable",
-    "enable_context_parallel_dispatcher",
     "flex_attention",
     "gated_delta_rule",
     "offload_activations",

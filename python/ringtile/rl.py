@@ -35,10 +35,10 @@ from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.rounds import to_device
 from ringtile.tiled.log_probs import tiled_log_probs
-from ringtile.torch_context_parallel.context import context_parallel
 from ringtile.torch_context_parallel.first_block import FirstBlock
-from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of
+from ringtile.torch_context_parallel.group_layouts import Mesh, group_of
 from ringtile.torch_context_parallel.mode import entered
+from ringtile.torch_context_parallel.plan import ContextParallelPlan
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group, transport_of
 
@@ -122,19 +122,11 @@ def sequence_log_probs(
     in_one = None if chunk_tokens is None else in_chunks(rows.document > 0, chunk_tokens)
     some = rows if in_one is None else rows.taken(in_one[0])
     buffers, mask = some.padded(layout, transport.world_size, chunk_tokens)
-    tokens = layout_of(layout, mask.seq_len, transport.world_size)
-    block = context_parallel(
-        group,
-        buffers=buffers,
-        buffer_seq_dims=[1] * len(buffers),
-        no_restore_buffers=buffers,  # the backward reads the shards
-        layout=tokens,
-        mask=mask,
-        scheme=scheme,
-    )
-    with block, transport.propagate_errors(_NAME):
+    plan = ContextParallelPlan(group, mask, layout, scheme=scheme)
+    # The backward reads the shards, which stay in the copies.
+    with plan.in_place(buffers, [1] * len(buffers), kept=buffers), transport.propagate_errors(_NAME):
         local = head.run(model, buffers, temperature, return_entropy, chunk_tokens)
-    full = tokens.unshard(local, 1, group)
+    full = plan.unshard(local)
     if in_one is not None:
         full = in_one[1].unshared(full[:, : in_one[1].num_tokens])
     full = full[:, : input_ids.size(1) - 1]
@@ -277,7 +269,7 @@ class _Rows(NamedTuple):
     def check(self, model: nn.Module, head: _Head, group: Group, layout: str, scheme: str) -> None:
         """RefusedError: the ranks do not compute on a cut of these rows what one process computes."""
         buffers, mask = self.padded(layout, transport_of(group).world_size)
-        block = FirstBlock(context_parallel, group, buffers, [1] * len(buffers), layout, mask, scheme)
+        block = FirstBlock(ContextParallelPlan(group, mask, layout, scheme=scheme), buffers, [1] * len(buffers))
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         with torch.inference_mode(False), torch.enable_grad():
             block.check(inner, lambda: head.run(inner, buffers, 1.0, False).sum(), averages=False)
@@ -407,6 +399,10 @@ def _check_positions(owner: nn.Module, seq_len: int) -> None:
     if "chunked_attention" in kinds:
         raise RefusedError(f"{name} has layers of chunked attention; {_USE}")
     for module in owner.modules():
+        if getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager":
+            raise RefusedError(
+                f"{name} has eager attention, which hides from the ring; expected attn_implementation='sdpa'"
+            )
         if depends_on_length(module):  # by the largest position, which a shard does not know
             raise RefusedError(
                 f"{name} has a rotary embedding whose frequencies depend on the length of the row; {_USE}"

@@ -411,13 +411,6 @@ MUTANTS = [
         "tests/hf/test_images_rollouts.py -k parted",
     ),
     Mutant(
-        "context_parallel: a tower that is computed again is in the ring",
-        "python/ringtile/torch_context_parallel/mode.py",
-        "[mode.before if mode.is_before else mode.again for",
-        "[mode.again for",
-        "tests/torch_cp/test_torch_cp_images.py -k qwen3_vl",
-    ),
-    Mutant(
         "towers: images that mix are split",
         "python/ringtile/hf/features/towers.py",
         " and changed == 0 and moved <= 1\n",

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from examples.tiny_model import tiny_tokenizer as byte_tokenizer
-from tools.models.tiny_images import Images, image_model
 
 B, S, W, H, D, VOCAB = 1, 24, 2, 2, 8, 32
 Names = dict[str, Any]
@@ -82,10 +81,11 @@ def _sequence(num_tokens: int) -> Names:
 
 def _loop() -> Names:
     """A plain training loop on a mesh."""
-    tokens = torch.arange(S)[None] % VOCAB
+    tokens, mesh = torch.arange(S)[None] % VOCAB, init_device_mesh("cpu", (W,), mesh_dim_names=("cp",))
     return _sequence(S // W) | {
         "B": B,
-        "mesh": init_device_mesh("cpu", (W,), mesh_dim_names=("cp",)),
+        "mesh": mesh,
+        "plan": ringtile.ContextParallelPlan(mesh["cp"], ringtile.IntervalMask.causal(S)),
         "model": _Model(),
         "input_ids": tokens.clone(),
         "labels": tokens.clone(),
@@ -118,13 +118,6 @@ def _trains_as_one_process(names: Names) -> None:
 def _heads_first() -> Names:
     names = _loop()
     return names | {name: names[name].transpose(1, 2) for name in "qkv"}
-
-
-def _images() -> Names:
-    """Two rows with images, of which the second is padded."""
-    model = image_model("gemma3")
-    batch = Images(model).batch([(range(10, 24), [0, 1]), (range(30, 41), [2])])
-    return _loop() | {"model": model, "batch": batch}
 
 
 def _recurrent() -> Names:
@@ -303,6 +296,10 @@ def _has_logits(names: Names) -> None:
     assert names["logits"].shape == (B, S, VOCAB)
 
 
+def _has_local_logits(names: Names) -> None:
+    assert names["logits"].shape == (B, S // W, VOCAB)
+
+
 def _has_tiles(names: Names) -> None:
     assert names["y"].shape == names["x"].shape
     assert names["loss"].isfinite()
@@ -313,13 +310,13 @@ def _has_tiles(names: Names) -> None:
 _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "docs/design/ring.md 0": (lambda: _sequence(S // W), _has_output),
     "docs/guide/hybrid.md 0": (_recurrent, _has_output),
-    "docs/guide/images.md 0": (_images, _has_gradients_of_all),
     "docs/guide/memory.md 0": (lambda: {"model": tiny_model()}, lambda names: names["handle"].restore()),
     "docs/guide/pytorch.md 0": (_training, _trains_as_one_process),
     "docs/guide/pytorch.md 1": (_loop, _is_equal),
-    "docs/guide/pytorch.md 2": (_loop, _has_logits),
-    "docs/guide/pytorch.md 3": (_loop, _is_unsharded),
-    "docs/guide/pytorch.md 4": (_heads_first, _has_output),
+    "docs/guide/pytorch.md 2": (_loop, _has_local_logits),
+    "docs/guide/pytorch.md 3": (_loop, _has_logits),
+    "docs/guide/pytorch.md 4": (_loop, _is_unsharded),
+    "docs/guide/pytorch.md 5": (_heads_first, _has_output),
     "docs/guide/rl.md 1": (_policy, _is_step),
     "docs/guide/tiling.md 0": (_tiles, _has_tiles),
     "docs/reference/attention.md 0": (lambda: _sequence(S), _is_ring_of_two),

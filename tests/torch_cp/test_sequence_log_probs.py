@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 TEMPERATURE = 0.8
-# Sums of a few hundred terms in float64 through two layers, as in test_torch_cp_noticed.py, and a factor W. The norms
+# Sums of a few hundred terms in float64 through two layers, as in test_torch_cp_checked.py, and a factor W. The norms
 # of all families but GPT-2 round to float32 even in a float64 model, where a difference of 1e-16 may become one of
 # 6e-8, and the gradients sum up to a hundred tokens.
 TOLERANCE = {True: 1e-11, False: 1e-5}

@@ -5,6 +5,7 @@ Shape letters: B batch, S global tokens, H query heads, G kv heads, D head dim, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from itertools import product
@@ -19,6 +20,7 @@ from oracle import dense_attention
 from pool import run_ranks
 from ringtile import (
     ContextParallel,
+    ContextParallelPlan,
     InputError,
     IntervalMask,
     Layout,
@@ -151,15 +153,15 @@ def gathered_cases() -> dict[str, list[Tensor]]:
         with torch.no_grad():
             with context_parallel(group, layout="zigzag"):  # a layout of any length: a call tells it
                 outs = [flex_attention(*local, **mods)]
-            if case == "score mod and sinks":
-                styles = styled(ContextParallel(2, FLEX), functools.partial(flex_attention, score_mod=alibi), group)
-                outs.append(styles(*local, block_mask=block_mask))
-                styles = styled(ContextParallel(2, FLEX), torch_flex.flex_attention, group)
-                outs.append(styles(*local, alibi, block_mask))
-            elif case == "sinks":  # every call compiles anew
-                module = styled(ContextParallel(2, FLEX), torch_flex.flex_attention, group)
+            style = ContextParallel(2, FLEX, layout="zigzag")
+            if case == "score mod and sinks":  # every call compiles anew
+                module = styled(style, functools.partial(flex_attention, score_mod=alibi), group)
+                outs.append(module(*local, block_mask=block_mask))
+            elif case == "score mod and documents":
+                outs.append(styled(style, flex_attention, group)(*local, alibi, block_mask))
+            elif case == "sinks":
+                module = styled(style, flex_attention, group)
                 outs.append(module(**dict(zip(names, local, strict=True)), **mods))
-                outs.append(styled(ContextParallel(2, FLEX), flex_attention, group)(*local, **mods))
         assert len({t.size(2) for t in outs}) == 1, rank
         results[case] = outs
     return results
@@ -183,23 +185,23 @@ def test_other_masks_run_on_gathered_keys() -> None:
             torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=2e-6)
 
 
-def score_mods_of_the_module() -> list[str]:
-    """Return what PyTorch's own function is refused for, with the mask of a ring and with that of gathered keys."""
+def calls_of_pytorchs_function() -> list[str]:
+    """Return what PyTorch's own function is refused for: a score_mod in a ring, and a mask of rows with gaps."""
     messages = []
-    for mask_mod in (two_intervals, mask_mod_of(IntervalMask.causal(300))):
-        local = context_parallel_shard(dist.group.WORLD, [t.float() for t in inputs(300)[:3]], [2] * 3, "zigzag")
+    local = context_parallel_shard(dist.group.WORLD, [t.float() for t in inputs(300)[:3]], [2] * 3, "zigzag")
+    for mask_mod, score_mod in ((mask_mod_of(IntervalMask.causal(300)), alibi), (two_intervals, None)):
         block_mask = create_cp_block_mask(mask_mod, 1, None, 300, 300, dist.group.WORLD, load_balancer="zigzag")
-        own = functools.partial(torch_flex.flex_attention, score_mod=alibi)
-        with torch.no_grad(), pytest.raises(Unsupported, match="RefusedError") as refused:
+        own = functools.partial(torch_flex.flex_attention, score_mod=score_mod)
+        with torch.no_grad(), pytest.raises((Unsupported, ValueError)) as refused:
             styled(ContextParallel(2, FLEX), own, dist.group.WORLD)(*local, block_mask=block_mask)
         messages.append(str(refused.value))
     return messages
 
 
-def test_score_mod_that_the_module_gives_to_pytorchs_function_is_refused() -> None:
-    for gathered, in_ring in run_ranks(2, score_mods_of_the_module):
-        assert "must call flex_attention with the key, value, block_mask and score_mod that its forward got" in gathered
-        assert "torch's flex_attention with a score_mod" in in_ring
+def test_what_pytorchs_own_function_cannot_do_on_local_tokens_is_refused() -> None:
+    for score_mod, gaps in run_ranks(2, calls_of_pytorchs_function):
+        assert "torch's flex_attention with a score_mod" in score_mod
+        assert "block_mask" in gaps
 
 
 def test_gathered_keys_get_the_sum_of_all_ranks_gradients() -> None:
@@ -327,7 +329,7 @@ def sharded_block_mask_of_gaps() -> Tensor:
     full = create_block_mask(two_intervals, None, None, 300, 300, device="cpu")
     *local, part = context_parallel_shard(group, [*(t.float() for t in inputs(300)[:3]), full], [2] * 4, "zigzag")
     with torch.no_grad():
-        return styled(ContextParallel(2, FLEX), torch_flex.flex_attention, group)(*local, block_mask=part)
+        return styled(ContextParallel(2, FLEX), flex_attention, group)(*local, block_mask=part)
 
 
 def test_one_row_of_blocks_serves_all() -> None:
@@ -349,7 +351,8 @@ def test_style_of_flex_attention_runs_the_ring(mask: IntervalMask | None) -> Non
         q, k, v, dout, *part = context_parallel_shard(group, buffers, [2] * len(buffers), layout)
         leaves = [t.requires_grad_() for t in (q, k, v)]
         sent = group.transport.bytes_sent
-        out = module(*leaves, **({"block_mask": part[0]} if part else {}))
+        with ContextParallelPlan(group, layout=layout).attention() if mask is None else contextlib.nullcontext():
+            out = module(*leaves, **({"block_mask": part[0]} if part else {}))
         assert group.transport.bytes_sent > sent
         return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pool import run_ranks
 from ringtile import (
     ContextParallel,
+    ContextParallelPlan,
     InputError,
     IntervalMask,
     Layout,
@@ -28,8 +29,6 @@ from ringtile import (
     context_parallel_shard,
     context_parallel_unshard,
     create_cp_block_mask,
-    disable_context_parallel_dispatcher,
-    enable_context_parallel_dispatcher,
     flex_attention,
     plan_attention,
     ring_attention,
@@ -60,7 +59,7 @@ def assert_within_1e_6(got: list[Tensor], wanted: list[Tensor], where: object) -
         assert (a.double() - b).abs().max() <= 1e-6 * b.abs().max(), where
 
 
-# ---- one attention, four ways in ----------------------------------------------------------------
+# ---- one attention, five ways in ----------------------------------------------------------------
 
 
 def by_context(mesh: DeviceMesh, tensors: list[Tensor], layout: str, call: dict[str, Any]) -> list[Tensor]:
@@ -70,12 +69,29 @@ def by_context(mesh: DeviceMesh, tensors: list[Tensor], layout: str, call: dict[
 
 
 def by_style(mesh: DeviceMesh, tensors: list[Tensor], layout: str, call: dict[str, Any]) -> list[Tensor]:
+    """In a plan, and with the name of its layout where that says all."""
+    seq_len, world_size = tensors[0].size(2), mesh.size()
+    shards = context_parallel_shard(mesh, tensors, [2] * 4, layout)
     module = parallelize_module(Attention(sdpa), mesh, ContextParallel(2))
-    return differentiate(module, *context_parallel_shard(mesh, tensors, [2] * 4, layout), **call)
+    with ContextParallelPlan(mesh, layout=Layout.named(layout, seq_len, world_size)).attention():
+        results = differentiate(module, *shards, **call)
+    if seq_len % (2 * world_size) == 0:
+        named = parallelize_module(Attention(sdpa), mesh, ContextParallel(2, layout=layout))
+        assert all(map(torch.equal, results, differentiate(named, *shards, **call)))
+    return results
 
 
-def by_dispatcher(mesh: DeviceMesh, tensors: list[Tensor], layout: str, call: dict[str, Any]) -> list[Tensor]:
-    """With DTensors sharded over the mesh, also in a block; everything else on this thread is untouched."""
+def by_plan(mesh: DeviceMesh, tensors: list[Tensor], layout: str, call: dict[str, Any]) -> list[Tensor]:
+    plan = ContextParallelPlan(mesh, layout=layout, seq_len=tensors[0].size(2))
+    q, k, v, dout = plan.shard(dict(zip("qkvo", tensors, strict=True)), 2).values()
+    with plan.attention():
+        results = differentiate(sdpa, q, k, v, dout, **call)
+    assert plan.unshard(q, 2).equal(tensors[0])
+    return results
+
+
+def by_dtensors(mesh: DeviceMesh, tensors: list[Tensor], layout: str, call: dict[str, Any]) -> list[Tensor]:
+    """With DTensors sharded over the mesh, in a block."""
     q, k, v, dout = context_parallel_shard(mesh, tensors, [2] * 4, layout)
 
     def of_dtensors(*qkv: Tensor, dim: int = 2, **call: Any) -> Tensor:
@@ -83,16 +99,10 @@ def by_dispatcher(mesh: DeviceMesh, tensors: list[Tensor], layout: str, call: di
         assert isinstance(out, DTensor)
         return out.to_local()
 
-    enable_context_parallel_dispatcher()
-    try:
-        assert sdpa(*tensors[:3], **call).size(2) == tensors[0].size(2)
-        results = differentiate(of_dtensors, q, k, v, dout, **call)
-        with context_parallel(mesh, layout=Layout.named(layout, tensors[0].size(2), mesh.size())):
-            for dim in (1, 2):  # heads, as of tensor parallelism, and tokens
-                assert all(map(torch.equal, results, differentiate(of_dtensors, q, k, v, dout, dim=dim, **call)))
-        return results
-    finally:
-        disable_context_parallel_dispatcher()
+    with context_parallel(mesh, layout=Layout.named(layout, tensors[0].size(2), mesh.size())):
+        tokens, heads = (differentiate(of_dtensors, q, k, v, dout, dim=dim, **call) for dim in (2, 1))
+    assert all(map(torch.equal, tokens, heads))  # heads, as of tensor parallelism
+    return tokens
 
 
 def by_flex(mesh: DeviceMesh, tensors: list[Tensor], layout: str, call: dict[str, Any]) -> list[Tensor]:
@@ -122,14 +132,12 @@ CASES = list(
 
 
 def every_case(lengths: tuple[int, ...]) -> None:
-    # One group per layout, because two layouts of one length are ambiguous on one group.
-    meshes = {layout: DeviceMesh.from_group(dist.new_group(), "cpu") for layout in ("contiguous", "zigzag")}
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
     for is_causal, layout, seq_len, heads in (case for case in CASES if case[2] in lengths):
-        mesh = meshes[layout]
         call = {"is_causal": is_causal, "enable_gqa": heads[0] != heads[1]}
         exact = differentiate(sdpa, *global_tensors(seq_len, heads, torch.float64), **call)
         tensors = global_tensors(seq_len, heads, torch.float32)
-        for way in (by_context, by_style, by_dispatcher, by_flex):
+        for way in (by_context, by_plan, by_style, by_dtensors, by_flex):
             local = way(mesh, tensors, layout, dict(call))
             full = context_parallel_unshard(mesh, local, [2] * 4, Layout.named(layout, seq_len, dist.get_world_size()))
             assert_within_1e_6(full, exact, (way.__name__, is_causal, layout, seq_len, heads))
@@ -191,12 +199,13 @@ def composed() -> None:
     data = mesh["dp", "cp"]._flatten("dp_cp_composed")
     for layer in layers:
         parallelize_module(layer, mesh["tp"], {**projections, "o": RowwiseParallel()})
-        parallelize_module(layer, mesh["cp"], {"inner": ContextParallel(2)})
+        parallelize_module(layer, mesh["cp"], {"inner": ContextParallel(2)})  # in the plan below
         fully_shard(layer, mesh=data)
-    (local,) = context_parallel_shard(mesh["cp"], [x], [1], "zigzag")
-    out = layers(local)
-    (out.square().sum() * data.size()).backward()  # FSDP2 averages; the sum is wanted
-    (full,) = context_parallel_unshard(mesh["cp"], [out.detach()], [1])
+    plan = ContextParallelPlan(mesh["cp"], seq_len=26)
+    with plan.attention():
+        out = layers(plan.shard({"x": x})["x"])
+        (out.square().sum() * data.size()).backward()  # FSDP2 averages; the sum is wanted
+    full = plan.unshard(out.detach())
     torch.testing.assert_close(full, exact.detach(), rtol=0, atol=1e-11)
     for name, gradient in wanted.items():
         got = [layer.get_parameter(name).grad for layer in layers]
@@ -259,25 +268,18 @@ def test_documents_move_as_planned_and_a_third_of_gathering(layout: str) -> None
 # ---- refusals ----------------------------------------------------------------------------------
 
 
-def test_two_layouts_of_one_size_are_ambiguous() -> None:
-    """A wrong guess between them would go unseen; a context or a name decides."""
-    world, x = LoopbackWorld(2), torch.zeros(1, 1, 8, 4)
+def test_a_style_in_another_layout_than_its_tokens_is_refused() -> None:
+    x = torch.zeros(1, 1, 8, 4)
 
-    def attend(group: Any) -> None:
-        module = styled(ContextParallel(2), sdpa, group)
+    def attend(group: Any, also: str = "zigzag") -> None:
+        named = styled(ContextParallel(2, layout="contiguous"), sdpa, group)
         (q,) = context_parallel_shard(group, [x], [2], "zigzag")
-        module(q, q, q)
-        context_parallel_shard(group, [x], [2], "contiguous")
-        named = styled(ContextParallel(2, layout="zigzag"), sdpa, group)
+        context_parallel_shard(group, [x], [2], also)
         named(q, q, q)
-        with context_parallel(group, layout=Layout.striped(8, 2)):
-            module(q, q, q)
-        module(q, q, q)
 
-    with pytest.raises(
-        InputError, match="4 local tokens, but context_parallel_shard sharded 8 tokens to that size in two layouts"
-    ):
-        world.run(attend)
+    with pytest.raises(InputError, match="layout is 'contiguous', but context_parallel_shard sharded 8 tokens in anot"):
+        LoopbackWorld(2).run(attend)
+    LoopbackWorld(2).run(lambda group: attend(group, "contiguous"))  # which of the two they are, the name alone tells
 
 
 def test_context_around_a_style_brings_its_layout_and_mask() -> None:
@@ -295,24 +297,15 @@ def test_context_around_a_style_brings_its_layout_and_mask() -> None:
         torch.testing.assert_close(torch.stack(shards, 3).flatten(2, 3), wanted, rtol=0, atol=1e-12)
 
 
-def test_wrong_guess_between_two_lengths_is_refused() -> None:
-    """Rank 0 holds 4 tokens of 8 and of 9, rank 1 does not: attention of the older one is refused on both."""
+def test_a_style_that_knows_no_layout_is_refused() -> None:
+    """Also where tokens of that size were sharded before, in one layout alone."""
 
     def attend(group: Any) -> None:
-        module = styled(ContextParallel(2), sdpa, group)
-        (older,) = context_parallel_shard(group, [torch.zeros(1, 1, 8, 4)], [2])
-        (newer,) = context_parallel_shard(group, [torch.zeros(1, 1, 9, 4)], [2])
-        module(newer, newer, newer)
-        module(older, older, older)
+        (q,) = context_parallel_shard(group, [torch.zeros(1, 1, 8, 4)], [2])
+        styled(ContextParallel(2), sdpa, group)(q, q, q)
 
-    with pytest.raises(RingMismatchError, match="ranks disagree on seq_len"):
+    with pytest.raises(InputError, match=r"rank [01] has 4 local tokens of an unknown layout; put the call in"):
         LoopbackWorld(2).run(attend)
-
-
-def test_style_without_a_remembered_layout_is_refused() -> None:
-    q = torch.zeros(1, 1, 8, 4)
-    with pytest.raises(InputError, match="sharded no sequence to that size"):
-        LoopbackWorld(2).run(lambda group: styled(ContextParallel(2), sdpa, group)(q, q, q))
 
 
 def test_arguments_of_the_style_are_checked() -> None:
@@ -320,18 +313,6 @@ def test_arguments_of_the_style_are_checked() -> None:
         ContextParallel(1)
     with pytest.raises(LayoutError, match="layout is 'zebra'"):
         ContextParallel(2, layout="zebra")
-
-
-def test_dispatcher_is_left_in_the_order_of_entering() -> None:
-    with pytest.raises(InputError, match="not enabled on this thread"):
-        disable_context_parallel_dispatcher()
-    enable_context_parallel_dispatcher()
-    enable_context_parallel_dispatcher()
-    disable_context_parallel_dispatcher()
-    with torch.device("meta"), pytest.raises(InputError, match="other function modes were entered after it"):
-        disable_context_parallel_dispatcher()
-    disable_context_parallel_dispatcher()
-    assert torch._C._len_torch_function_stack() == 0
 
 
 @pytest.mark.parametrize(
@@ -374,6 +355,12 @@ def test_bad_buffers_are_refused(buffers: Any, seq_dims: Any, message: str) -> N
         (lambda group: context_parallel(group, layout=8).__enter__(), "layout is a int; expected a Layout"),
         (lambda group: context_parallel(group, layout=None).__enter__(), "layout is a NoneType"),
         (lambda group: context_parallel(group, mask=torch.ones(8, 8)).__enter__(), "mask is a Tensor"),
+        (lambda group: ContextParallelPlan(group), "a plan of no length; expected a mask, a Layout, or seq_len"),
+        (lambda group: ContextParallelPlan(group, torch.ones(8, 8)), "mask is a Tensor"),
+        (
+            lambda group: ContextParallelPlan(group, IntervalMask.causal(8)).shard({"x": torch.zeros(1, 9)}),
+            "the batch has 9 tokens in dim 1, the plan 8",
+        ),
         (
             lambda group: context_parallel(group, buffers=["a"], buffer_seq_dims=[0]).__enter__(),
             "buffer 0 is a str, its sequence dim a int",
@@ -388,15 +375,14 @@ def test_wrong_types_are_named(call: Any, message: str) -> None:
         call(LoopbackWorld(2).groups[0])
 
 
-def test_layout_that_one_rank_cannot_find_is_told_to_the_others() -> None:
-    """Rank 0 sharded, rank 1 did not: rank 0 learns it at once instead of at the timeout."""
+def test_layout_that_one_rank_does_not_name_is_told_to_the_others() -> None:
+    """Rank 0 learns it at once instead of at the timeout."""
     q = torch.zeros(1, 1, 4, 4)
 
     def attend(group: Any) -> BaseException | None:
-        if group.transport.rank == 0:
-            context_parallel_shard(group, [torch.zeros(8)], [0])
+        layout = "contiguous" if group.transport.rank == 0 else ""
         try:
-            styled(ContextParallel(2), sdpa, group)(q, q, q)
+            styled(ContextParallel(2, layout=layout), sdpa, group)(q, q, q)
         except (InputError, RingMismatchError) as error:
             return error
         return None

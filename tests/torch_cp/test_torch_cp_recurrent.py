@@ -16,7 +16,7 @@ from pool import run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RefusedError, ShardedSequence, context_parallel
 from ringtile.torch_context_parallel.mode import RingMode
 from ringtile.torch_context_parallel.scope import AttentionScope
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -142,13 +142,13 @@ def test_a_block_of_one_rank_leaves_attention_to_torch_and_compiles_whole() -> N
     assert all(torch.equal(out, attend(x)) for out in outs)
 
 
-def test_a_module_under_context_parallel_takes_the_layout_that_its_tokens_were_sharded_in() -> None:
+def test_a_module_under_context_parallel_takes_the_layout_that_it_names() -> None:
     def rank(group: Any) -> Tensor:
         x, weight, _ = inputs()
         (local,) = ringtile.context_parallel_shard(group, (x,), (1,), load_balancer="zigzag")
-        with RingMode(AttentionScope(group)):  # as ContextParallel makes it
+        with RingMode(AttentionScope(group, layout_name="zigzag")):  # as ContextParallel makes it
             out = ringtile.causal_conv1d(local, weight)
-        (out,) = ringtile.context_parallel_unshard(group, [out], [1])
+        (out,) = ringtile.context_parallel_unshard(group, [out], [1], "zigzag")
         return out  # type: ignore[no-any-return]
 
     x, weight, _ = inputs()
@@ -176,22 +176,6 @@ def test_a_sequence_that_the_call_names_is_its_own() -> None:
                 assert torch.equal(by_parts, causal)
 
     causal_mask = IntervalMask.causal(S)
-    LoopbackWorld(2).run(rank)
-
-
-def test_a_convolution_along_the_tokens_of_a_shard_is_refused() -> None:
-    conv, padded = nn.Conv1d(C, C, 4, padding=3, groups=C), torch.randn(2, C, S // 2 + 3)
-
-    def rank(group: Any) -> None:
-        with context_parallel(group, layout=Layout.zigzag(S, 2)):
-            for x in (padded, padded[..., 3:]):
-                with pytest.raises(
-                    RefusedError, match=r"conv1d of width 4 along 1[25] tokens of .*ringtile.causal_conv1d"
-                ):
-                    conv(x)
-            conv(padded[..., :7])  # of something else
-            functional.conv1d(padded, torch.ones(C, C, 1))
-
     LoopbackWorld(2).run(rank)
 
 

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ringtile.errors import InputError, RefusedError
 from ringtile.sequence.layout import Layout
 from ringtile.torch_context_parallel.flex import shard_block_mask
-from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of, layout_to_unshard, remember_layout
+from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_in_force, layout_of, note_layout
 from ringtile.transport.groups import Group, transport_of
 
 Buffer: TypeAlias = Tensor | BlockMask
@@ -54,15 +54,15 @@ def context_parallel_shard(
     buffers: tensors of one sequence, with S tokens in their dims of seq_dims; and BlockMasks of that sequence, whose
     entries in seq_dims are ignored. load_balancer: the layout, by name or as a `Layout` ("zigzag" is head-tail;
     `Layout.per_document`, `Layout.balanced`), or one of PyTorch's load balancers with one order for all batch rows;
-    None is contiguous. Each rank remembers the layout for `ContextParallel` modules over the same group.
-    Differentiable. Raises InputError, LayoutError; RefusedError for a balancer with an order per batch row.
+    None is contiguous. Differentiable.
+    Raises InputError, LayoutError; RefusedError for a balancer with an order per batch row.
     """
     group = group_of(mesh)
     transport = transport_of(group)
     with transport.propagate_errors("context_parallel_shard"):
         pairs = pairs_of(buffers, seq_dims)
         layout = _layout(load_balancer, seq_len_of(pairs), transport.world_size)
-        remember_layout(group, layout)
+        note_layout(group, layout)
         shards: dict[Any, Buffer] = {}
         for name, (buffer, dim) in pairs.items():
             if isinstance(buffer, Tensor):
@@ -77,9 +77,8 @@ def context_parallel_unshard(
 ) -> list[Tensor]:
     """Return the global tensors of local ones, on every rank: the inverse of `context_parallel_shard`. Differentiable.
 
-    load_balancer: as there; None is the layout of the `context_parallel` block around the call, or the one that
-    `context_parallel_shard`, or else an ended `context_parallel`, last used to leave this rank as many tokens; by name
-    the ranks tell each other how many they hold. Every rank of the group calls it.
+    load_balancer: as there; None is the layout of the block around the call. By name the ranks tell each other how many
+    tokens they hold. Every rank of the group calls it.
     Raises InputError, LayoutError, RingMismatchError, PeerLostError.
     """
     group = group_of(mesh)
@@ -94,7 +93,7 @@ def context_parallel_unshard(
             assert isinstance(buffer, Tensor)
             local_len = buffer.size(dim)
             if load_balancer is None:
-                layout = layout_to_unshard(group, local_len)
+                layout = layout_in_force(group, "", local_len)
             elif isinstance(load_balancer, str):
                 layout = layout_of(load_balancer, _tokens_of_all_ranks(local_len, group), transport.world_size)
             else:

@@ -1,9 +1,7 @@
-"""The layouts in which a group's tokens were sharded, remembered so that attention deep inside a model finds them.
+"""The sequence in force for a group: that of the innermost block, which attention deep inside a model finds.
 
-PyTorch's interface shards tensors in one place, calls attention in another, and passes nothing between the two. So a
-rank remembers, for each group, which layout gave it which number of tokens (`remember_layout`), and for the span of a
-`context_parallel` block the whole sequence (`override`). If two layouts of one length gave it the same number of
-tokens, looking it up raises an error: there is no guess.
+A module under `ContextParallel` may name its layout instead. `context_parallel_shard` leaves a note of what it gave a
+rank, by which a call in another layout is refused; no call finds its layout there.
 
 Shape letters: S global tokens, N local tokens, W ranks, R runs of all ranks.
 """
@@ -72,19 +70,12 @@ def _full_mask(seq_len: int) -> IntervalMask:
     return IntervalMask.full(seq_len)
 
 
-# ---- remembering --------------------------------------------------------------------------------
-
-
 @dataclass
 class _Memory:
-    """The layouts that one rank remembers for a group, and the sequences of the blocks that it is in."""
+    """Of one rank for a group: what it sharded, and the sequences of the blocks that it is in."""
 
-    # Of context_parallel_shard. N -> S -> the layout, the last one used at the end; None if two layouts have these N
-    # and S. Among lengths S with one N the last one is a guess. A wrong guess is found: N of some rank differs, and
-    # ranks compare layouts first.
-    layouts: dict[int, dict[int, Layout | None]] = field(default_factory=dict)
-    of_blocks: dict[int, dict[int, Layout | None]] = field(default_factory=dict)  # the same, of `context_parallel`
-    overrides: list[ShardedSequence | str] = field(default_factory=list)  # the innermost one last
+    sharded: dict[tuple[int, int], Layout | None] = field(default_factory=dict)  # by N and S; None: in two layouts
+    blocks: list[ShardedSequence | str] = field(default_factory=list)  # the innermost one last
 
 
 _memories: weakref.WeakKeyDictionary[Transport, _Memory] = weakref.WeakKeyDictionary()
@@ -96,124 +87,83 @@ def _memory(transport: Transport) -> _Memory:
         return _memories.setdefault(transport, _Memory())
 
 
-def remember_layout(group: Group, layout: Layout) -> None:
-    """Puts this layout in force for calls over this group on as many local tokens as it gives this rank."""
+def note_layout(group: Group, layout: Layout) -> None:
+    """Remember that tokens of this group were sharded so."""
     transport = transport_of(group)
-    _remember(_memory(transport).layouts, layout, transport.rank)
-
-
-def _remember(layouts: dict[int, dict[int, Layout | None]], layout: Layout, rank: int) -> None:
-    by_seq_len = layouts.setdefault(layout.local_len(rank), {})
-    known = by_seq_len.pop(layout.seq_len, layout)
-    by_seq_len[layout.seq_len] = layout if known is layout or known == layout else None
+    sharded, size = _memory(transport).sharded, (layout.local_len(transport.rank), layout.seq_len)
+    sharded[size] = layout if sharded.get(size, layout) == layout else None
 
 
 @contextlib.contextmanager
 def override(group: Group, sequence: ShardedSequence | str) -> Iterator[None]:
-    """Inside, this sequence is in force on its group, in place of any remembered layout; or the layout of that name,
-    for calls of any length. Afterwards `layout_to_unshard` still knows the layout."""
-    transport = transport_of(group)
-    memory = _memory(transport)
-    if isinstance(sequence, ShardedSequence):
-        _remember(memory.of_blocks, sequence.layout, transport.rank)
-    memory.overrides.append(sequence)
+    """Inside, this sequence is in force on its group; or the layout of that name, for calls of any length."""
+    blocks = _memory(transport_of(group)).blocks
+    blocks.append(sequence)
     try:
         yield
     finally:
-        del memory.overrides[_last_index(memory.overrides, sequence)]
-
-
-def _last_index(items: list[ShardedSequence | str], item: ShardedSequence | str) -> int:
-    return next(i for i in reversed(range(len(items))) if items[i] is item)
+        del blocks[next(i for i in reversed(range(len(blocks))) if blocks[i] is sequence)]
 
 
 # ---- looking up ---------------------------------------------------------------------------------
 
 
 def layout_in_force(group: Group, layout_name: str, local_len: int) -> Layout:
-    """The layout of a call on local_len local tokens: the innermost block's, the named one, or the remembered one.
+    """The layout of a call on local_len local tokens: the innermost block's, or the named one.
 
-    layout_name: of a layout that gives every rank local_len tokens; "" for the remembered one. Raises InputError when
-    there is none, or two; LayoutError.
+    layout_name: of a layout that gives every rank local_len tokens, "" for none. Raises InputError when there is no
+    layout, or the tokens were sharded in another one; LayoutError.
     """
     transport = transport_of(group)
     memory = _memory(transport)
-    if memory.overrides:
+    if memory.blocks:
         return _of_block(memory, transport, local_len)
-    if layout_name:
-        return _named_layout(layout_name, local_len * transport.world_size, transport.world_size)
-    return _remembered(transport, memory.layouts.get(local_len), local_len, _NAME_IN_CALL)
+    if not layout_name and transport.world_size > 1:
+        raise InputError(
+            f"rank {transport.rank} has {local_len} local tokens of an unknown layout; put the call in "
+            "`with plan.attention():` of a ContextParallelPlan, or name the layout: ContextParallel(..., "
+            "layout='zigzag'), context_parallel_unshard(..., load_balancer='zigzag')"
+        )
+    layout = _named_layout(layout_name or "contiguous", local_len * transport.world_size, transport.world_size)
+    _check_sharded(memory, transport, layout, f"the layout is {layout_name!r}, but")
+    return layout
 
 
-_NAME_IN_CALL = "name the layout: ContextParallel(..., layout=...) or context_parallel(..., layout=...)"
-_NAME_IN_UNSHARD = "name the layout: context_parallel_unshard(..., load_balancer='zigzag'), or a Layout"
+def _check_sharded(memory: _Memory, transport: Transport, layout: Layout, what: str) -> None:
+    """InputError: `context_parallel_shard` gave this rank as many tokens of as many in another layout alone."""
+    known = memory.sharded.get((layout.local_len(transport.rank), layout.seq_len))
+    if known is not None and known != layout:
+        raise InputError(
+            f"{what} context_parallel_shard sharded {layout.seq_len} tokens in another; expected one layout"
+        )
 
 
 def _of_block(memory: _Memory, transport: Transport, local_len: int) -> Layout:
     """The layout of the innermost block. A block that names no length is about tokens of any length; InputError where
     it names another layout than the block around it, which may have sharded these very tokens."""
-    innermost, world_size = memory.overrides[-1], transport.world_size
+    innermost, world_size = memory.blocks[-1], transport.world_size
     if isinstance(innermost, ShardedSequence):
         return innermost.layout
     layout = _named_layout(innermost, local_len * world_size, world_size)
-    if not isinstance(memory.overrides[0], str):
-        around = next(block for block in reversed(memory.overrides) if isinstance(block, ShardedSequence)).layout
-        if around != layout and around.local_len(transport.rank) == local_len:
-            raise InputError(
-                f"a context_parallel block of layout {innermost!r} inside one whose layout is another, and rank "
-                f"{transport.rank} has {local_len} tokens in both; pass the inner block a Layout, such as "
-                f"Layout.{innermost}({layout.seq_len}, {world_size}), or the layout of the outer one"
-            )
+    around = next((block.layout for block in reversed(memory.blocks) if isinstance(block, ShardedSequence)), layout)
+    if around != layout and around.local_len(transport.rank) == local_len:
+        raise InputError(
+            f"a context_parallel block of layout {innermost!r} inside one whose layout is another, and rank "
+            f"{transport.rank} has {local_len} tokens in both; pass the inner block a Layout, such as "
+            f"Layout.{innermost}({layout.seq_len}, {world_size}), or the layout of the outer one"
+        )
     return layout
 
 
-def _remembered(
-    transport: Transport, by_seq_len: dict[int, Layout | None] | None, local_len: int, remedy: str
-) -> Layout:
-    if by_seq_len is None:
-        found = "sharded no sequence to that size"
-    else:
-        seq_len, layout = next(reversed(by_seq_len.items()))
-        if layout is not None:
-            return layout
-        found = f"sharded {seq_len} tokens to that size in two layouts"
-    raise InputError(
-        f"rank {transport.rank} has {local_len} local tokens, but context_parallel_shard {found} over this group; "
-        f"{remedy}"
-    )
-
-
-def layout_to_unshard(group: Group, local_len: int) -> Layout:
-    """`layout_in_force`, and if no block is entered and nothing was sharded to that size, the layout of ended blocks.
-
-    InputError: there is none, or both are known and differ.
-    """
-    transport = transport_of(group)
-    memory = _memory(transport)
-    if memory.overrides:
-        return _of_block(memory, transport, local_len)
-    found = [
-        _remembered(transport, layouts[local_len], local_len, _NAME_IN_UNSHARD)
-        for layouts in (memory.layouts, memory.of_blocks)
-        if local_len in layouts
-    ]
-    if len(found) == 2 and found[0] != found[1]:
-        raise InputError(
-            f"rank {transport.rank} has {local_len} local tokens, and context_parallel_shard and context_parallel "
-            f"sharded to that size in two layouts over this group; {_NAME_IN_UNSHARD}"
-        )
-    return found[0] if found else _remembered(transport, None, local_len, _NAME_IN_UNSHARD)
-
-
 def sequence_in_force(group: Group, layout_name: str, local_len: int) -> ShardedSequence:
-    """The sequence of a call on local_len local tokens: the override, or unmasked in `layout_in_force`. O(1) if known.
+    """The sequence of a call on local_len local tokens: the block's, or unmasked in `layout_in_force`. O(1) if known.
 
     Raises as `layout_in_force` does, after telling the other ranks, which may have found theirs.
     """
     transport = transport_of(group)
-    overrides = _memory(transport).overrides
-    if overrides and isinstance(overrides[-1], ShardedSequence):
-        return overrides[-1]
+    blocks = _memory(transport).blocks
+    if blocks and isinstance(blocks[-1], ShardedSequence):
+        return blocks[-1]
     try:
         return unmasked_sequence(layout_in_force(group, layout_name, local_len), group)
     except RingtileError as error:
@@ -249,8 +199,8 @@ def _(like: Tensor, layout: str, local_len: int, is_causal: bool, group_name: st
 def _check_ring(group: Group, what: str, op: str) -> None:
     """RefusedError: the block around has another scheme, but this is a ring whatever the block says."""
     transport = transport_of(group)
-    overrides = _memory(transport).overrides
-    scheme = overrides[-1].scheme if overrides and isinstance(overrides[-1], ShardedSequence) else "ring"
+    blocks = _memory(transport).blocks
+    scheme = blocks[-1].scheme if blocks and isinstance(blocks[-1], ShardedSequence) else "ring"
     if scheme != "ring":
         error = RefusedError(
             f"{what} runs as a ring, but the context_parallel block around it has the scheme {scheme}; expected ring"
@@ -267,15 +217,12 @@ def check_layout(group: Group, layout: Layout) -> None:
     _check_ring(group, "flex_attention of local tokens", "flex_attention")
     transport = transport_of(group)
     memory = _memory(transport)
-    local_len = layout.local_len(transport.rank)
-    if memory.overrides:
-        known: Layout | None = _of_block(memory, transport, local_len)
-    else:
-        known = memory.layouts.get(local_len, {}).get(layout.seq_len)
-    if known is not None and known != layout:
-        error = InputError(
-            "the BlockMask was made for another layout than the tokens were sharded in; pass the tokens' layout: "
-            "create_cp_block_mask(..., load_balancer=...)"
-        )
+    what = "the BlockMask was made for another layout (create_cp_block_mask(..., load_balancer=...)):"
+    try:
+        if not memory.blocks:
+            _check_sharded(memory, transport, layout, what)
+        elif _of_block(memory, transport, layout.local_len(transport.rank)) != layout:
+            raise InputError(f"{what} the tokens of the block are in another; expected one layout")
+    except InputError as error:
         transport.fail("flex_attention", error)
-        raise error
+        raise

@@ -12,10 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,22 +26,36 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from ringtile.errors import RefusedError
 from ringtile.recurrent.functions import PUBLIC
+from ringtile.sequence.mask import IntervalMask
 from ringtile.torch_context_parallel.flex import FlexCall, flex_attention, flex_hop_in_ring, flex_in_mode
 from ringtile.torch_context_parallel.group_layouts import sequence_in_force
-from ringtile.torch_context_parallel.noticing import Noticing, ShardedBuffer
 from ringtile.torch_context_parallel.scope import AttentionScope
 from ringtile.torch_context_parallel.sdpa import sdpa, sdpa_of_dtensors
+from ringtile.transport.groups import transport_of
 
 Enter = Callable[[], AbstractContextManager[Any]]
+# The functions that a mode does not pass on as they are, beside ringtile's recurrences and kernels as torch ops.
+_SERVED = {
+    *(scaled_dot_product_attention, flex_attention, flex_attention_hop, multi_head_attention_forward),
+    *(Tensor.unflatten, torch.diff),
+}
+_KERNELS = ("scaled_dot_product_", "flash_att", "_efficient_attention", "_cudnn_attention", "varlen_attn")
+
+
+class ShardedBuffer(NamedTuple):
+    """Local tokens of a block, and their global content."""
+
+    local: Tensor
+    full: Tensor
+    seq_dim: int
 
 
 class RingMode(TorchFunctionMode):
     """While it is entered, scaled_dot_product_attention and flex_attention on this thread run over the scope's group.
 
     PyTorch keeps function modes per thread and passes them on to the threads of a backward pass; a checkpointed layer
-    enters the mode again when it is recomputed. So do ringtile's recurrences. buffers: those that
-    `context_parallel` sharded. enter: what enters the mode, if that is more than `with mode`. is_alone: one rank, whose
-    attention stays PyTorch's.
+    enters the mode again when it is recomputed. So do ringtile's recurrences. buffers: what the block sharded. enter:
+    what enters the mode, if that is more than `with mode`. is_alone: one rank, whose attention stays PyTorch's.
     """
 
     def __init__(
@@ -55,17 +68,16 @@ class RingMode(TorchFunctionMode):
         super().__init__()
         self.is_alone = is_alone
         self.shards_attention = not is_alone  # for streamed layers, which attend in another way
-        self.is_before = False  # in a model with a language model inside, which has not begun: nothing is sharded yet
-        self.scope = scope
+        self.scope, self.buffers = scope, buffers
         self.enter: Enter = enter or (lambda: self)
-        self.noticing = Noticing(scope, buffers)
 
     def __torch_function__(
         self, func: Callable[..., Any], classes: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        eager = not torch.compiler.is_compiling()
-        if self.is_before:
+        if func not in _SERVED and func not in PUBLIC:
+            if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+                self._check_kernel(func)
             return func(*args, **kwargs)
         if func in PUBLIC:
             return _recur(self.scope, func, args, kwargs)
@@ -75,8 +87,6 @@ class RingMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is scaled_dot_product_attention:
             query = args[0] if args else kwargs.get("query")
-            if eager and len(args) < 4 and kwargs.get("attn_mask") is None and isinstance(query, Tensor):
-                self.noticing.check_window(sys._getframe(1), query.size(-2), bool(kwargs.get("is_causal")))
             return (sdpa_of_dtensors if isinstance(query, DTensor) else sdpa)(self.scope, *args, **kwargs)
         if func is flex_attention_hop:
             return flex_hop_in_ring(self.scope, *args, **kwargs)
@@ -88,25 +98,57 @@ class RingMode(TorchFunctionMode):
                 "v in the model and call scaled_dot_product_attention"
             )
             raise self.scope.told(error)
-        if not eager:
-            return func(*args, **kwargs)
-        result = self.noticing.before(func, args, kwargs)
-        if result is None:
-            result = func(*args, **kwargs)
-            self.noticing.after(func, args, result)
-        return result
+        steps = None
+        if "prepend" in kwargs and not torch.compiler.is_compiling():
+            steps = self._position_steps(args[0] if args else kwargs["input"])
+        return func(*args, **kwargs) if steps is None else steps
+
+    def _check_kernel(self, op: Any) -> None:
+        """Refuse a fused attention kernel by its own name, which would attend this rank's tokens only."""
+        if not self.is_alone and not torch.compiler.is_compiling() and any(name in str(op) for name in _KERNELS):
+            raise self.scope.told(
+                RefusedError(f"{op} attends this rank's tokens only; call nn.functional.scaled_dot_product_attention")
+            )
+
+    def _position_steps(self, position_ids: Tensor) -> Tensor | None:
+        """The steps between positions, by which transformers finds packed documents: of the global sequence.
+
+        Those of a shard jump where its runs meet. Steps of 1 make transformers call attention with is_causal and no
+        mask, which is right where the positions go on by 1, or the block's mask keeps the documents apart. None: the
+        positions are no buffer's, or of one rank.
+        """
+        found = [x for x in self.buffers if x.local.data_ptr() == position_ids.data_ptr()]
+        buffer, scope = next(iter(found), None), self.scope
+        if buffer is None or buffer.full.dim() > 2 or buffer.local.size(buffer.seq_dim) != position_ids.size(-1):
+            return None
+        if transport_of(scope.group).world_size == 1:
+            return None
+        positions = buffer.full.movedim(buffer.seq_dim, -1)
+        documents = IntervalMask.from_position_ids(positions.reshape(-1, positions.size(-1)))
+        if documents.begin.count_nonzero():
+            mask = scope.sequence.causal.mask if scope.is_masked and scope.sequence is not None else None
+            if mask is None or not _keeps_apart(mask, documents):
+                raise scope.told(
+                    RefusedError(
+                        "position_ids of packed documents, which context_parallel must know of: pass it "
+                        "mask=IntervalMask.from_position_ids(position_ids)"
+                    )
+                )
+        return torch.ones_like(position_ids)
 
     def again(self) -> AbstractContextManager[Any]:
         """Enters the mode for a checkpoint that recomputes, if the backward does not run inside."""
         return contextlib.nullcontext() if self in entered() else self.enter()
 
-    @contextlib.contextmanager
-    def before(self) -> Iterator[None]:
-        was, self.is_before = self.is_before, True
-        try:
-            yield
-        finally:
-            self.is_before = was
+
+def _keeps_apart(mask: IntervalMask, documents: IntervalMask) -> bool:
+    """Whether no query of a mask attends another document; of a tree, the token before the restart of its positions."""
+    if mask.key_begin is None or mask.key_end is None:
+        return (mask & documents) == mask
+    before = torch.arange(-1, mask.seq_len - 1)  # of each query, the key before it
+    restarts = documents.begin == before + 1
+    attends = (mask.begin <= before) & (before < mask.end) & (mask.key_end.roll(1, 1) > before + 1)
+    return not bool((restarts & attends)[:, 1:].any())
 
 
 def entered() -> list[RingMode]:
@@ -134,7 +176,7 @@ def keep_modes() -> None:
     apply = function.apply.__func__
 
     def kept(run: Callable[..., Any]) -> Callable[..., Any]:
-        contexts = [mode.before if mode.is_before else mode.again for mode in entered()]
+        contexts = [mode.again for mode in entered()]
 
         def again(*args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as stack:

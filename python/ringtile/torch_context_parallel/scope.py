@@ -29,7 +29,7 @@ class AttentionScope:
 
     group: the group, which the scope keeps alive, or its name.
     sequence: None if only the call tells, by its number of local tokens: then it is `sequence_in_force`.
-    layout_name: the layout of a sequence that only the call tells; "" for the remembered one.
+    layout_name: the layout of a sequence that only the call tells; "" for that of the block around.
     is_masked: whether the user gave the mask; otherwise every query attends every key unless the call is causal.
     """
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.functional import scaled_dot_product_attention
 
 from ringtile.errors import InputError, RefusedError, RingtileError
 from ringtile.sequence.mask import IntervalMask
@@ -68,17 +67,12 @@ def sdpa(
 
 
 def sdpa_of_dtensors(
-    scope: AttentionScope | None, query: DTensor, key: DTensor, value: DTensor, *args: Any, **kwargs: Any
+    scope: AttentionScope, query: DTensor, key: DTensor, value: DTensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """`sdpa` of local tensors, over the mesh dim that shards dim 2 if there is one, else over the scope.
-
-    scope: of the block around; without one, and without such a dim, it is PyTorch's.
-    """
+    """`sdpa` of local tensors, over the mesh dim that shards dim 2 if there is one, else over the scope."""
     placements, mesh = query.placements, query.device_mesh
     dims = [i for i, placement in enumerate(placements) if placement == Shard(2)]
     scope = AttentionScope(mesh.get_group(dims[0])) if dims else scope
-    if scope is None:
-        return scaled_dot_product_attention(query, key, value, *args, **kwargs)
     with propagate_errors(scope.group, "scaled_dot_product_attention", query.to_local()):
         if len(dims) > 1 or any(not (p.is_replicate() or p in (Shard(0), Shard(1), Shard(2))) for p in placements):
             raise InputError(

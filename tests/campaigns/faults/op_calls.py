@@ -168,7 +168,6 @@ def raw_ops(draw: Draw) -> str:
         lambda: ops.attn_bwd_(q, k, k, *bounds, runs, q, state, state, dq, dk, dv, 0.5, 0.0),
         lambda: ops.attn_delta(q, out, state),
         lambda: ops.attn_merge_(q, part_lse, out, state, draw.chance(0.5), draw.of(0), draw.of(torch.arange(seq_len))),
-        lambda: ops.dropout(gate, places, draw.of(0.5), draw.of(1), draw.of(2), draw.of(3)),
     ]
     try:
         draw.random.choice(calls)()

@@ -6,6 +6,7 @@ otherwise the error must be ringtile's.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from ringtile import (
     ContextParallel,
+    ContextParallelPlan,
     IntervalMask,
     Layout,
     LoopbackWorld,
@@ -305,17 +307,13 @@ def style(draw: Draw) -> Trial:
     gqa = x[0].size(1) != x[1].size(1)
     call = flex_arguments(draw, seq_len, gqa)
     mask_mod = call.pop("mask_mod")
-    function = draw.choice((flex_attention, torch_flex.flex_attention))
-    if function is torch_flex.flex_attention:  # which has its own errors for these
-        call |= {"enable_gqa": gqa, "kernel_options": None}
     places = {name: draw.choice(("position", "name", "module")) for name in call}
     places["block_mask"] = draw.choice(("position", "name"))
-    forgotten = draw.random() < 0.05  # nothing was sharded by function, so the module cannot know the layout
+    forgotten = draw.random() < 0.05  # no block, so the module cannot know the layout without a BlockMask
 
     def on_rank(group: LoopbackGroup) -> list[Tensor]:
-        local: Any = [layout.shard(t, 2, group.transport.rank) for t in x[:3]]
-        if not forgotten:
-            local = context_parallel_shard(group, x[:3], [2] * 3, layout)
+        plan = ContextParallelPlan(group, layout=layout)
+        local = plan.shard(dict(zip("qkv", x[:3], strict=True)), 2).values()
         block_mask = None
         if mask_mod is not None:
             block_mask = create_cp_block_mask(mask_mod, 2, None, seq_len, seq_len, group, load_balancer=layout)
@@ -327,14 +325,14 @@ def style(draw: Draw) -> Trial:
             args.append(given[name])
         named = {name: value for name, value in list(given.items())[len(args) - 3 :] if places[name] != "module"}
         own = {name: value for name, value in list(given.items())[len(args) - 3 :] if places[name] == "module"}
-        module = ContextParallel(2, ContextParallel.AttentionType.FLEX)._apply(Module(function, **own), group)  # type: ignore[arg-type]
-        with torch.no_grad():
+        module = ContextParallel(2, ContextParallel.AttentionType.FLEX)._apply(Module(flex_attention, **own), group)  # type: ignore[arg-type]
+        with torch.no_grad(), contextlib.nullcontext() if forgotten else plan.attention():
             return [module(*args, **named)]
 
     def alone() -> list[Tensor]:
         return [flex_alone(x, mask_mod, call["score_mod"], call["scale"], seq_len)]
 
-    text = f"style S {seq_len} {function.__module__} {mask_mod} {call} {places} forgotten {forgotten}"
+    text = f"style S {seq_len} {mask_mod} {call} {places} forgotten {forgotten}"
     return Trial(text, layout, on_rank, alone)
 
 
@@ -347,12 +345,8 @@ def resharded(draw: Draw) -> Trial:
     back = draw.spoiled(draw.choice((name, layout, None)), 3, object(), Layout.zigzag(seq_len + 2, 2))
     dims = [draw.spoiled(2, 1, 4, None, "2", 2.5, share=0.04) for _ in x]
     spoil = draw.spoiled("", "tensor", "one dim", "string", "mesh", share=0.15)
-    before = draw.choice((None, None, seq_len, seq_len + 1))  # tokens of a block that ended before, in zigzag
 
     def on_rank(group: LoopbackGroup) -> list[Tensor]:
-        if before is not None:
-            with context_parallel(group, buffers=[torch.zeros(before)], buffer_seq_dims=[0]):
-                pass
         buffers: Any = {"tensor": x[0], "string": "abcd"}.get(spoil, x)
         mesh: Any = draw.choice((None, 3, "no group")) if spoil == "mesh" else group
         seq_dims: Any = 2 if spoil == "one dim" else dims
@@ -360,37 +354,14 @@ def resharded(draw: Draw) -> Trial:
         full: Any = context_parallel_unshard(mesh, local, seq_dims, back)
         return [layout.shard(t, 2, group.transport.rank) for t in full]
 
-    text = f"resharded S {seq_len} by {balance} back by {back} dims {dims} {spoil} before {before}"
+    text = f"resharded S {seq_len} by {balance} back by {back} dims {dims} {spoil}"
     return Trial(text, layout, on_rank, lambda: x)
-
-
-class Slides(nn.Module):
-    """A window in its configuration that it does not pass on."""
-
-    def __init__(self, sliding_window: int) -> None:
-        super().__init__()
-        self.sliding_window = sliding_window
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.size(2) > self.sliding_window:
-            mask = dense(IntervalMask.sliding_window(q.size(2), self.sliding_window))
-            return sdpa(q, k, v, attn_mask=mask, enable_gqa=True)
-        return sdpa(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def besides(draw: Draw) -> Trial:
     """A layer with something beside attention, written for one process."""
     seq_len = draw.randint(4, 40)
     x, layout = tensors(draw, seq_len), layout_of(draw, seq_len)
-    group_size = x[0].size(1) // x[1].size(1)
-
-    def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (t.repeat_interleave(group_size, 1) for t in (k, v))
-        if eager_by == "einsum":
-            return torch.einsum("bhqk,bhkd->bhqd", F.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k), -1), v)
-        if eager_by == "bmm":
-            return (torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).view(*q.shape[:3], -1).softmax(-1)) @ v
-        return torch.softmax(torch.matmul(q, k.mT) * 0.5, dim=3) @ v
 
     def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa(F.dropout(q, dropout_p), k, v, enable_gqa=True)
@@ -402,9 +373,8 @@ def besides(draw: Draw) -> Trial:
         weights = F.softmax(q @ torch.ones(8, seq_len // 2, dtype=q.dtype), -1)
         return sdpa(q * weights.amax(-1, keepdim=True), k, v, is_causal=True, enable_gqa=True)
 
-    eager_by = draw.choice(("einsum", "bmm", "matmul"))
     dropout_p, noise = draw.choice((0.0, 0.3)), draw.choice((0.1, 1.0))
-    layer = draw.choice((eager, dropped, noisy, routed, Slides(draw.randint(1, seq_len + 2))))
+    layer = draw.choice((dropped, noisy, routed))
     mask = draw.choice((None, None, mask_of(draw, seq_len)))
 
     def on_rank(group: LoopbackGroup) -> list[Tensor]:
@@ -419,5 +389,5 @@ def besides(draw: Draw) -> Trial:
         with context_parallel(LoopbackWorld(1).groups[0], mask=mask):
             return with_gradients(layer, *x)
 
-    text = f"besides S {seq_len} {getattr(layer, '__name__', layer)} {eager_by} {dropout_p} mask {mask}"
+    text = f"besides S {seq_len} {layer.__name__} {dropout_p} mask {mask}"
     return Trial(text, layout, on_rank, alone)
