@@ -10,6 +10,7 @@ import enum
 import functools
 import io
 import itertools
+import logging
 import queue
 import random
 import socket
@@ -60,6 +61,21 @@ class Color(enum.Enum):
     RED = 1
 
 
+class Listed(collections.UserList):
+    """A list of one's own, and a property over a slot."""
+
+    @property
+    def n(self):
+        return SLOTTED.n
+
+
+class Counting(logging.Handler):
+    n = 0
+
+    def emit(self, record):
+        self.n += 1
+
+
 class Function(torch.autograd.Function):
     n = 0
 
@@ -85,14 +101,23 @@ def drawn():
     return random.random()
 
 
+def defaulted(seen=[]):  # noqa: B006
+    seen.append(1)
+    return len(seen)
+
+
 N, SLOTTED, DATA, CLOSED, TOTALS = 0, Slotted(), Data(), _closed(), {"n": [0]}
 VARIABLE = contextvars.ContextVar("n", default=0)
 LOCAL, WEAK, USER_DICT = threading.local(), weakref.WeakKeyDictionary(), collections.UserDict(n=0)
 LOCAL.n = 0
 C_INT, ARRAY, BYTES, NUMBERS = ctypes.c_int(0), array.array("d", [0]), bytearray(1), np.zeros(2)
+LISTED, REF = Listed([0]), weakref.ref(HELD := Stats())
 QUEUE, LAST = collections.deque([0], maxlen=1), torch.zeros(2)
 TORCHS, PYTHONS, NUMPYS = torch.Generator(), random.Random(0), np.random.default_rng(0)
 ITERATOR, GENERATOR, FILE, WRITER = itertools.count(), (x for x in range(99)), io.StringIO(), csv.writer(io.StringIO())
+SEEDS, PARTIAL, EMA = np.random.SeedSequence(0), functools.partial(print), nn.Linear(1, 1, bias=False)
+LOGGER, METER = logging.getLogger("users.own"), nn.Module()
+METER.total, METER.n = torch.zeros(1), 0
 SOCKET, THREAD, QUEUED = socket.socket(), threading.Thread(target=print), queue.Queue()
 
 
@@ -132,6 +157,12 @@ PUT_BACK = {
     "an enum": (lambda m: _add(Color.RED), lambda m: getattr(Color.RED, "n", 0)),
     "an autograd function": (lambda m: _add(Function), lambda m: Function.n),
     "nested containers": (lambda m: _entry(TOTALS["n"], 0), lambda m: TOTALS["n"][0]),
+    "a list of one's own": (lambda m: _entry(LISTED, 0), lambda m: (LISTED[0], LISTED.n)),
+    "a weak reference": (lambda m: _add(REF()), lambda m: REF().n),
+    "an attribute of a partial": (lambda m: _add(PARTIAL), lambda m: getattr(PARTIAL, "n", 0)),
+    "a default list": (lambda m: defaulted(), lambda m: len(defaulted.__defaults__[0])),
+    "an average of weights": (lambda m: EMA.weight.data.mul_(0.5), lambda m: float(EMA.weight)),
+    "a meter that is a module": (lambda m: (METER.total.add_(1), _add(METER)), lambda m: (float(METER.total), METER.n)),
     "a deque": (lambda m: QUEUE.append(QUEUE[0] + 1), lambda m: QUEUE[0]),
     "a tensor": (lambda m: LAST.add_(1), lambda m: float(LAST[0])),
     "an array": (lambda m: NUMBERS.__iadd__(1), lambda m: NUMBERS[1]),
@@ -159,6 +190,8 @@ SAID = {
     "a generator": lambda m: next(GENERATOR),
     "a file": lambda m: FILE.write("x"),
     "a CSV writer": lambda m: WRITER.writerow([1]),
+    "a seed sequence": lambda m: SEEDS.spawn(1),
+    "a handler of logs": lambda m: LOGGER.warning("x"),
     "a socket": lambda m: SOCKET.fileno(),
     "a thread": lambda m: THREAD.is_alive(),
     "a queue": lambda m: QUEUED.qsize(),
@@ -197,9 +230,30 @@ def test_what_a_forward_writes_is_put_back(what):
 @pytest.mark.parametrize("what", SAID)
 def test_what_cannot_be_put_back_is_said(what):
     model = nn.Sequential(Own(SAID[what]))
+    if what == "a handler of logs":
+        LOGGER.addHandler(Counting())
     if what == "an iterator of its own":
         model[0].lines = iter([1, 2])
     assert State(model, own_code(model)).unknown
+
+
+def test_a_function_of_the_users_in_a_librarys_class_is_followed(monkeypatch):
+    """As Liger patches classes; what it closes over is put back."""
+    generator = torch.Generator()
+    monkeypatch.setattr(nn.Identity, "forward", lambda self, x: (_global(), torch.rand(1, generator=generator))[1])
+    model = nn.Sequential(nn.Identity())
+    state, before = State(model, own_code(model)), (N, generator.get_state().tolist())
+    model(None)
+    assert (N, generator.get_state().tolist()) != before
+    state.restore()
+    assert (N, generator.get_state().tolist()) == before
+
+
+def test_a_writer_of_summaries_is_said(tmp_path):
+    writer = pytest.importorskip("torch.utils.tensorboard").SummaryWriter(tmp_path)
+    model = nn.Sequential(Own(lambda m: writer.add_scalar("x", 0.0)))
+    assert "SummaryWriter" in State(model, own_code(model)).unknown
+    writer.close()
 
 
 def test_a_weight_that_is_too_large_to_keep_is_said(monkeypatch):

@@ -24,6 +24,7 @@ class Comparison:
     loss: float = 0.0
     noise: float = 0.0  # the largest difference that rounding makes, relative to the values of its module
     difference: str = ""  # the first one that rounding does not explain, in words
+    refusal: str = ""  # why no rank of the group is to train
     parts: tuple[str, ...] = ()  # what each rank writes a part of: one process, their sum, mean or largest
     random: str = ""  # the first module that draws other random numbers on the ranks
     unsteady: str = ""  # the first module that gave other bits when the sharded run was made again

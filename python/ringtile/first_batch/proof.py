@@ -25,10 +25,6 @@ _STEEP_UNITS, _STEEP = 4096.0, 0.25
 _MOST_SECONDS = 60.0  # that a proof is expected to take, above which it is made of less
 
 
-class DifferenceError(RefusedError):
-    """A sharded run differs from that of one process. Raised on every rank of a group."""
-
-
 def prove(
     run: Callable[..., LossRun],
     group: Group | None,
@@ -41,6 +37,7 @@ def prove(
     own_code: bool = False,
     besides: Sequence[str] = (),
     largest_of_all: Callable[[int], int] = int,
+    raises: bool = True,
 ) -> Comparison | None:
     """Runs a loss whole, whole with other rounding, and sharded, and compares. A collective of the group.
 
@@ -51,7 +48,8 @@ def prove(
     sharded run is made again, without its backward, and must give the same bits. besides: what else the log says.
     largest_of_all: of a number of each rank of the world, by which every group makes the same runs: under FSDP2 and
     ZeRO-3 each is a collective of all. None, with a warning: the loss of one process is not finite, so that nothing can
-    be compared. Raises DifferenceError, on every rank, if rounding does not explain the difference.
+    be compared. If rounding does not explain the difference, raises RefusedError on every rank, or, without `raises`,
+    returns it as `refusal`.
     """
     began = time.perf_counter()
     scale = 2.0 ** max(num_tokens, num_items).bit_length()  # the gradients of a mean would underflow in 16 bits
@@ -91,7 +89,11 @@ def prove(
         reads = sharded.trace.differs_from(on_shards(backward=False, restores=False).trace)
         if found.parts and reads and not found.unsteady and not found.difference:
             found.difference = f"{reads} reads {found.parts[0]}, of which a forward on a shard writes a part"
-    _check(found, group, device, key)
+    found.refusal = _refusal(found, group, device, key)
+    if found.refusal and raises:
+        raise RefusedError(found.refusal)
+    if found.refusal:
+        return found
     if found.random and transport.rank == 0:
         logger.warning(
             "ringtile: %s draws random numbers of its own, on the ranks others than in one process: they, and what is "
@@ -122,19 +124,19 @@ def prove(
     return found
 
 
-def _check(found: Comparison, group: Group | None, device: torch.device, key: str) -> None:
-    """Raises RefusedError on every rank if one of them found a difference."""
+def _refusal(found: Comparison, group: Group | None, device: torch.device, key: str) -> str:
+    """Why every rank refuses, if one of them found a difference; "" if none did."""
     differs = _of_all_ranks(torch.tensor([bool(found.difference)], device=device), group)[:, 0]
     if not differs.any():
-        return
+        return ""
     what = found.difference or f"rank {int(differs.argmax())} of the group found a difference, which its error names"
     if len(differs) == 1:
-        raise DifferenceError(
+        return (
             f"{key} does not compute what one rank computes without it, on a cut of the first batch: {what}; expected "
             f"the same numbers. Code that mixes tokens, counts them, averages over them or draws random numbers sees a "
             f"shared token once, and one chunk of tokens. Set {key}: false"
         )
-    raise DifferenceError(
+    return (
         f"{len(differs)} ranks do not compute what one process computes, on a cut of the first batch: {what}; expected "
         f"the same numbers. Code that mixes tokens, counts them, averages over them or draws random numbers sees a "
         f"shard only. Compute it from whole sequences (a loss in the Trainer's compute_loss_func), leave it out, or "

@@ -6,6 +6,7 @@ from __future__ import annotations
 import array
 import contextlib
 import functools
+import logging
 import operator
 import sys
 import types
@@ -109,6 +110,7 @@ class State:
             size = int(getattr(x, "nbytes", 0)) if type(x).__module__ == "numpy" else 0
             if isinstance(x, nn.Module):
                 self._module(x, place, is_own(type(x)))
+                waiting += [*x._parameters.values(), *x._modules.values()]
             elif isinstance(x, Tensor):
                 self._tensor(x, place)
             elif self._bytes + size <= _LARGEST and (data := _data(x, named)) is not None:
@@ -160,8 +162,12 @@ def _data(x: Any, named: bool) -> tuple[list[Callable[[], object]], list[Any]] |
         return [], [*x]
     if isinstance(x, types.ModuleType):
         return [], [vars(x)] if x.__name__ not in sys.modules else []
-    if isinstance(x, types.MethodType | functools.partial):
-        return [], [x.__self__, x.__func__] if isinstance(x, types.MethodType) else [x.func, x.args, x.keywords]
+    if isinstance(x, types.MethodType):
+        return [], [x.__self__, x.__func__]
+    if isinstance(x, functools.partial):
+        return [], [x.func, x.args, x.keywords, vars(x)]
+    if isinstance(x, logging.Logger):
+        return [], [*x.handlers]
     if isinstance(x, types.FunctionType):
         return [], [vars(x), x.__defaults__, x.__kwdefaults__, x.__closure__] if is_own(x) else []
     if isinstance(x, types.CellType):
@@ -179,6 +185,8 @@ def _data(x: Any, named: bool) -> tuple[list[Callable[[], object]], list[Any]] |
     if cls.__module__.startswith("numpy"):
         if hasattr(cls, "bit_generator"):
             return [later(setattr, x.bit_generator, "state", x.bit_generator.state)], []
+        if hasattr(cls, "spawn"):
+            return None
         return [later(x.__setitem__, ..., x.copy())] if hasattr(x, "flags") and x.flags.writeable else [], []
     is_simple = named and cls.__module__.partition(".")[0] in sys.stdlib_module_names - {"logging", "_io", "ctypes"}
     if not (is_own(cls) or is_simple or hasattr(cls, "to_dict")):  # a configuration of a library

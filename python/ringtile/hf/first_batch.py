@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ringtile.errors import RefusedError, RingtileError
 from ringtile.first_batch.compare import Comparison
 from ringtile.first_batch.own import own_code
-from ringtile.first_batch.proof import DifferenceError, prove
+from ringtile.first_batch.proof import prove
 from ringtile.first_batch.quiet import without_checkpoints, without_hooks
 from ringtile.first_batch.run import LossRun, record
 from ringtile.first_batch.state import State
@@ -189,19 +189,19 @@ class FirstBatch:
     ) -> None:
         """Of a cut on which one process fails, the batch itself is tried, once. Where the ranks differ, shared_prefix
         and stream are switched off, one after the other: the rest of the path is that of any batch."""
-        loss, batch, first = self._loss, self._cut(inputs, images), None
+        loss, batch, is_whole, first, off = self._loss, self._cut(inputs, images), False, "", list[str]()
         optional = [key for key in ("shared_prefix", "stream") if getattr(loss.config, key)]
-        key, is_whole, off = (optional or ["stream"])[0], False, list[str]()
+        keeps = loss.config.reproducible or loss.config.first_batch_check == "require"
         while True:
-            num_tokens, error = _num_tokens(batch, images), None
-            run = _Run(loss, model, batch, loss_of, state, num_tokens)
+            num_tokens = _num_tokens(batch, images)
             try:
-                self.comparison = prove(
-                    run,
+                found = prove(
+                    _Run(loss, model, batch, loss_of, state, num_tokens),
                     loss.group.process_group,
                     num_tokens=num_tokens,
-                    key=key,
+                    key=(optional or ["stream"])[0],
                     largest_of_all=lambda number: loss.group.largest_of_all(number)[0],
+                    raises=False,
                     **options,
                 )
             except _UnprovedError:
@@ -210,19 +210,14 @@ class FirstBatch:
                     raise
                 batch, is_whole = dict(inputs), True
                 continue
-            except DifferenceError as difference:
-                error = difference
-            if not loss.group.largest_of_all(int(error is not None))[0]:
+            first = first or (found.refusal if found else "")
+            if not loss.group.largest_of_all(int(found is not None and bool(found.refusal)))[0]:
+                self.comparison = found
                 if off and loss.trainer.args.process_index == 0:
-                    logger.warning(
-                        "ringtile: %s switched off: %s. It trains by the plain path", " and ".join(off), first
-                    )
+                    logger.warning("ringtile: %s switched off: %s", " and ".join(off), first or "another group differs")
                 return
-            first = first or error
-            if not optional or loss.config.reproducible or loss.config.first_batch_check == "require":
-                if first is not None:
-                    raise first
-                return
+            if keeps or not optional:
+                raise RefusedError(first or "the first batch of another group differs, as the log of its ranks says")
             off.append(optional.pop(0))
             if off[-1] == "shared_prefix":
                 loss.sharding.shares_prefixes = False
