@@ -137,10 +137,10 @@ MUTANTS = [
         "tests/attn/test_attention_table.py -k cells",
     ),
     Mutant(
-        "plan: received keys at the rows of their owner",
+        "plan: received keys all at the first rows",
         "csrc/seq/plan.c",
-        "block[count++] = (rt_run){run->global_begin, run->stride, row, run->length};",
-        "block[count++] = (rt_run){run->global_begin, run->stride, run->local_begin, run->length};",
+        "block[count++] = (rt_run){run.global_begin, run.stride, row, run.length};",
+        "block[count++] = (rt_run){run.global_begin, run.stride, 0, run.length};",
         "c test_plan",
     ),
     Mutant(

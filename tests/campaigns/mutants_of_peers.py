@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         "peers: bidirectional attention is causal",
         "python/ringtile/sequence/mask.py",
-        "        return cls(begin, begin + seq_len)\n",
+        "        return cls._of(begin, torch.full_like(begin, seq_len))\n",
         "        return cls.causal(seq_len)\n",
         "tests/sequence/test_mask.py",
         source="pytorch/pytorch#141429",
@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant(
         "peers: masks of padding are dropped",
         "python/ringtile/hf/masks.py",
-        "        mask = mask & _of_attention_mask(attention_mask, position_ids, begins, batch_size, seq_len, causal)\n",
+        "        masks.append(_of_attention_mask(attention_mask, position_ids, begins, batch_size, seq_len, causal))\n",
         "        _of_attention_mask(attention_mask, position_ids, begins, batch_size, seq_len, causal)\n",
         "tests/hf/test_hf_inputs.py",
         source="NVIDIA-NeMo/Automodel#2622",
