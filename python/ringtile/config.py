@@ -199,7 +199,7 @@ class Config(Section):
 
     @classmethod
     def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike[str]) -> Config:
-        """A Config from a Config, a mapping, or the path of a YAML file.
+        """Return a Config from a Config, a mapping, or the path of a YAML file.
 
         ConfigError: the file is missing, is not YAML, or does not hold a mapping of known keys.
         """
@@ -308,7 +308,7 @@ def check_types(values: Mapping[str, Any], types: Mapping[str, Any], prefix: str
             wrong.append(f"unknown key {prefix}{name[:MAX_KEY]}: {nearest_key(name, types)}")
         elif not _is_of(value, types[name]):
             yes = " (without quotes, YAML reads yes, on, no and off as booleans)" if isinstance(value, bool) else ""
-            wrong.append(f"{prefix}{name} is {shown(value)}; expected {_in_words(types[name])}{yes}")
+            wrong.append(f"{prefix}{name} is {shown(value)}; expected {in_words(types[name])}{yes}")
     if wrong:
         more = len(wrong) - MAX_PROBLEMS
         raise ConfigError("; ".join(wrong[:MAX_PROBLEMS] + [f"and {more} more such keys"] * (more > 0)))
@@ -335,12 +335,13 @@ _IN_WORDS: dict[Any, str] = {int: "an integer", float: "a finite number", str: "
 _IN_WORDS |= {dict: "a mapping", list: "a list", type(None): "nothing"}
 
 
-def _in_words(kind: Any) -> str:
+def in_words(kind: Any) -> str:
+    """Return what a value of an annotation is, as errors say it."""
     origin, of = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return " or ".join(_in_words(each) for each in of)
+        return " or ".join(in_words(each) for each in of)
     if origin is Annotated:
-        return f"{_in_words(of[0])} of at least {of[1]}" + (f", at most {of[2]}" if of[2] < 2**31 - 1 else "")
+        return f"{in_words(of[0])} of at least {of[1]}" + (f", at most {of[2]}" if of[2] < 2**31 - 1 else "")
     if origin is Literal:
         *first, last = (repr(each) for each in of)
         return ", ".join(first) + " or " * bool(first) + last

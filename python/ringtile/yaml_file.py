@@ -55,6 +55,11 @@ class _Loader(yaml.SafeLoader):
         super().flatten_mapping(node)
 
 
+def parse_yaml(text: str) -> Any:
+    """Return the value of a YAML text, by the rules of `read_yaml`. yaml.YAMLError."""
+    return yaml.load(text, _Loader)
+
+
 def read_yaml(path: Path) -> Mapping[str, Any]:
     """The mapping in a YAML file. ConfigError: unreadable, not YAML, over 1 MiB, no mapping, or a key twice."""
     try:

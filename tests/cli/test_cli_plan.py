@@ -8,8 +8,10 @@ import json
 import pathlib
 
 import pytest
+import torch
 import transformers
-from ringtile.cli import VERBS, main
+from ringtile.cli import VERBS, main, refuse
+from ringtile.cli.output import progress
 from ringtile.errors import ConfigError, PeerLostError
 from ringtile.hf.layers import LayerMask, layer_masks
 
@@ -41,11 +43,13 @@ def test_command_line_is_what_users_script_against() -> None:
         importlib.import_module(f"ringtile.cli.{verb}").add_arguments(parser)
         options[verb] = {action.option_strings[0] for action in parser._actions if action.option_strings} - {"-h"}
     assert options == {
-        "train": {"--compare"},
-        "verify": {"--bits"},
+        "train": {"--compare", "--set"},
+        "verify": {"--bits", "--set"},
         "doctor": set(),
+        "config": {"--schema"},
         "plan": {
             "--seq-len",
+            "--set",
             "--world-size",
             "--layout",
             "--mask",
@@ -110,6 +114,43 @@ def test_refusal_is_one_line_with_the_rank(
         printed = capsys.readouterr().err
         assert printed.startswith(f"ringtile: error: {rank}{words}")
         assert printed.count("\n") == 1
+
+
+def test_a_verb_that_is_near_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tarin", "run.yaml"]) == 2
+    assert capsys.readouterr().err == "ringtile: error: unknown verb tarin: did you mean train?\n"
+
+
+def test_json_goes_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--json", "-"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["seq_len"] == 16
+    assert "One attention layer" in printed.err
+
+
+@pytest.mark.parametrize(("is_terminal", "lines"), [(True, 1), (False, 0)])
+def test_progress_is_for_terminals(
+    is_terminal: bool, lines: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    progress("planning")
+    assert capsys.readouterr().err.count("\n") == lines
+
+
+def test_workers_of_a_torchrun_say_the_same_error_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for rank, words in ((1, "bad key"), (0, "bad key"), (0, "another")):
+        monkeypatch.setenv("RANK", str(rank))
+        assert refuse(words) == 2
+    assert capsys.readouterr().err == "ringtile: error: rank 1: bad key\nringtile: error: rank 0: another\n"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert refuse("bad key") == 2
+    assert "rank 0: bad key" in capsys.readouterr().err
 
 
 def test_causal_zigzag_moves_three_quarters(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,38 @@ def _own_cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
+@pytest.mark.parametrize(
+    ("change", "at", "value"),
+    [
+        ("tile_tokens=8192", ("ringtile", "tile_tokens"), 8192),
+        ("training.learning_rate=1e-4", ("training", "learning_rate"), 1e-4),
+        ("model.hidden_size=64", ("model", "hidden_size"), 64),
+        ("data.packing=false", ("data", "packing"), False),
+        ("training.lr_scheduler_kwargs.num_cycles=2", ("training", "lr_scheduler_kwargs"), {"num_cycles": 2}),
+    ],
+)
+def test_set_changes_a_key_of_the_file(tmp_path: pathlib.Path, change: str, at: tuple[str, str], value: Any) -> None:
+    path = write_config(tmp_path, tiled_mlp=True)
+    section = getattr(Recipe.load(path, changes=[change]), at[0])
+    assert (section[at[1]] if isinstance(section, dict) else getattr(section, at[1])) == value
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("tile_tokens", "--set is 'tile_tokens' (a key of the file"),
+        ("tile_token=1", "unknown key tile_token: did you mean tile_tokens?"),
+        ("tile_tokens=[1", "--set is 'tile_tokens=[1' (while parsing"),
+        ("tile_tokens.x=1", "tile_tokens is {'x': 1}; expected an integer"),
+        ("tiled_mlp.x=1", "--set is 'tiled_mlp.x=1' (a key of the file"),
+        ("training.max_step=1", "unknown key training.max_step: did you mean max_steps?"),
+    ],
+)
+def test_set_of_another_form_is_refused(tmp_path: pathlib.Path, change: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        Recipe.load(write_config(tmp_path, tiled_mlp=True), changes=[change])
+
+
 def write_config(folder: pathlib.Path, **changes: Any) -> pathlib.Path:
     """A run on TEXT; `changes` replace whole top-level keys."""
     (folder / "text.txt").write_text(TEXT)

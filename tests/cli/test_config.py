@@ -2,11 +2,16 @@
 
 import copy
 import dataclasses
+import json
+import pathlib
 import pickle
+import re
 
 import pytest
 import ringtile
+from ringtile.cli import main
 from ringtile.config import Config
+from ringtile.yaml_file import read_yaml
 
 
 def test_defaults_change_nothing():
@@ -173,6 +178,32 @@ def test_help_lists_every_key(capsys):
     for key in Config.names():
         assert f"{key}: " in Config.__doc__.replace(", ", ": ")
         assert key in page
+
+
+def test_config_lists_every_key_in_words(capsys):
+    assert main(["config"]) == 0
+    page = capsys.readouterr().out
+    for key in Config.names():
+        assert re.search(rf"^{key}: .*; default .*\n    \w", page, re.MULTILINE), key
+    assert main(["config", "tile_tokens"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "tile_tokens: an integer of at least 1; default 16384\n    tokens of a tile"
+    )
+    assert main(["config", "tile_token"]) == 2
+    assert "unknown key tile_token: did you mean tile_tokens?" in capsys.readouterr().err
+
+
+def test_schema_has_what_files_of_this_tree_set(capsys):
+    assert main(["config", "--schema"]) == 0
+    known = json.loads(capsys.readouterr().out)
+    for path in sorted((pathlib.Path(__file__).parents[2] / "configs" / "alst").glob("*.yaml")):
+        for key, value in read_yaml(path).items():
+            for inner in value if isinstance(value, dict) and key != "model" else ():
+                assert inner in known["properties"][key]["properties"], (path, key, inner)
+            assert key in known["properties"], (path, key)
+    assert known["properties"]["tile_tokens"]["minimum"] == 1
+    assert known["properties"]["layout"]["enum"][0] == "auto"
+    assert known["additionalProperties"] is False
 
 
 def test_yaml_file_is_read(tmp_path):

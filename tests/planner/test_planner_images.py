@@ -85,7 +85,7 @@ REFUSED = {
     "--image-size is of the images of a row": ["qwen3_vl", "--image-size=32x32"],
     "--images is 0; expected at least 1": ["qwen3_vl", "--images=0"],
     "a GRPO step is planned of text": ["qwen3_vl", "--images=1", "--image-size=32x32", "--completion-tokens=8"],
-    "expected a causal language model (docs/guide/models.md lists them), or --images too": ["qwen3_vl"],
+    "expected a causal language model, or --images too": ["qwen3_vl"],
     "--seq-len is 8, and --images 4 are": ["gemma3", "--images=4", "--seq-len=8"],
     "the only one that Gemma3ForConditionalGeneration takes": ["gemma3", "--images=4", "--image-size=8x8"],
     "what its processor makes of an image (it takes pixel_attention_mask)": ["smolvlm", "--images=4"],

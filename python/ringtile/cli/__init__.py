@@ -1,4 +1,4 @@
-"""The command line: `ringtile train`, `verify`, `plan`, `doctor`; or `python -m ringtile`.
+"""The command line: `ringtile train`, `verify`, `plan`, `config`, `doctor`; or `python -m ringtile`.
 
 A verb is a module with add_arguments(parser) and run(args) -> Outcome. Exit status: 0 done; 1 a check failed;
 2 refused (bad usage, bad input, a lost peer: one line on stderr, no traceback).
@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 from ringtile import __version__
 from ringtile.cli import environment
 from ringtile.cli.output import check_output, write_json
+from ringtile.config import nearest_key
 from ringtile.errors import EXTRAS, ConfigError, RingtileError
 
 REFUSED = 2  # the exit status
@@ -29,7 +31,16 @@ VERBS = {
     "train": "train a model from a YAML file; start it with torchrun for several ranks",
     "verify": "prove that n ranks compute the same as one, op by op and in training",
     "plan": "plan memory, traffic and time of a training, or of one layer, before it runs",
+    "config": "list the keys of the YAML file with types, defaults and meanings",
     "doctor": "report versions, kernels and their self-test, devices, process groups",
+}
+
+
+SET: dict[str, Any] = {  # the option --set of verbs that read RUN.yaml
+    "action": "append",
+    "default": [],
+    "metavar": "KEY=VALUE",
+    "help": "a key of the file and its value in YAML, as training.max_steps=10 or tile_tokens=8192; may be repeated",
 }
 
 
@@ -52,7 +63,9 @@ def command() -> NoReturn:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, as every other error, instead of argparse's usage and exit."""
+        """Raise ConfigError: one line, as every other error, instead of argparse's usage and exit."""
+        if self.prog == "ringtile" and (found := re.search(r"invalid choice: '(.*?)' \(", message)):
+            raise ConfigError(f"unknown verb {found[1]}: {nearest_key(found[1], VERBS)}")
         raise ConfigError(f"{message}; expected what `{self.prog} -h` lists")
 
 
@@ -65,17 +78,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{" + ",".join(VERBS) + "}")
     try:
         for name, summary in VERBS.items():
-            verb = verbs.add_parser(name, help=summary, description=summary.capitalize() + ".")
-            verb.add_argument("--json", metavar="FILE", type=pathlib.Path, help="also write the result to FILE as JSON")
+            verb = verbs.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+            verb.add_argument(
+                "--json", metavar="FILE", type=pathlib.Path, help="also write the result to FILE as JSON; -: to stdout"
+            )
             if name in arguments:  # only this verb is imported: doctor must run where train's dependencies are missing
                 verb_module(name).add_arguments(verb)
         args = parser.parse_args(arguments)
         if args.verb in ("train", "verify"):
             environment.check_world()
-        if args.json and environment.rank() == 0:
+        to_stdout = str(args.json) == "-"
+        if args.json and not to_stdout and environment.rank() == 0:
             check_output(args.json, "--json")
-        outcome: Outcome = verb_module(args.verb).run(args)
-        if args.json and environment.rank() == 0:
+        with contextlib.redirect_stdout(sys.stderr) if to_stdout else contextlib.nullcontext():
+            outcome: Outcome = verb_module(args.verb).run(args)
+        if to_stdout and environment.rank() == 0:
+            print(json.dumps(outcome.report, indent=1))
+        elif args.json and environment.rank() == 0:
             write_json(args.json, outcome.report)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("ringtile"):
@@ -89,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def refuse(message: str) -> int:
-    """Prints why, on one line, with the rank if there are several, and returns the exit status."""
+    """Print why, on one line, with the rank if there are several, once for all workers; return the exit status."""
+    if not environment.is_first_to_say(message):
+        return REFUSED
     of_rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
     line = one_line(f"ringtile: error: {of_rank}{message}")
     print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one write: torchrun's ranks do not buffer

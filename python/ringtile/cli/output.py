@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,12 @@ def table(title: str, rows: Sequence[Sequence[str]], header: Sequence[str] = (),
         return "  ".join(cell.rjust(n) if right and i else cell.ljust(n) for i, (cell, n) in enumerate(cells)).rstrip()
 
     return "\n".join([title, *map(line, every), ""])
+
+
+def progress(text: str) -> None:
+    """Say on stderr what is being done, if a person looks at it."""
+    if sys.stderr.isatty():
+        print(f"ringtile: {text} ...", file=sys.stderr, flush=True)
 
 
 def check_output(path: pathlib.Path, option: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from ringtile.cli import Outcome, plan_model
+from ringtile.cli import SET, Outcome, plan_model
 from ringtile.cli.output import check_output, table, write_output
 from ringtile.config import Config
 from ringtile.errors import ConfigError, RingtileError
@@ -34,6 +34,9 @@ from ringtile.sequence.plan import Counts, cheapest
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 LAYOUTS = get_args(get_type_hints(Config)["layout"])
 
+USAGE = """ringtile plan RUN.yaml [--set KEY=VALUE] [--devices N] [--memory BYTES] ...
+       ringtile plan --model FOLDER|NAME|TYPE --seq-len S [options of a model's training]
+       ringtile plan --seq-len S --world-size W --num-heads H --head-dim D [options of one layer]"""
 _SECONDS = ("computing", "sending", "exposed", "together")
 
 # --mask NAME or NAME:NUMBERS -> a mask of seq_len tokens.
@@ -53,7 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", nargs="?", metavar="RUN.yaml", type=pathlib.Path, help="a training, as `ringtile train` reads it"
     )
-    parser.add_argument("--seq-len", metavar="S", help="tokens: 4096, 32K or 1M (binary: 1K is 1024); a run says them")
+    parser.usage = USAGE
+    parser.add_argument("--set", **SET)
+    parser.add_argument(
+        "--seq-len", metavar="S", help="tokens of a row: 4096, 32K or 1M (1K is 1024); RUN.yaml has its own"
+    )
     plan_model.add_arguments(parser)
     parser.add_argument("--world-size", type=int, metavar="W", help="of one layer: ranks that share the sequence")
     parser.add_argument("--layout", choices=LAYOUTS, default="auto", help="which tokens a rank holds (auto)")
@@ -91,6 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Outcome:
     """Prints the tables of the plan and of all schemes; with RUN.yaml or --model, those of a training."""
+    if args.set and args.run is None:
+        raise ConfigError("--set changes a key of a file; expected it too: ringtile plan RUN.yaml --set KEY=VALUE")
     if args.run is None and args.seq_len is None:
         raise ConfigError(
             "--seq-len is missing; expected tokens, as 128K, or the file of a run: ringtile plan RUN.yaml"

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ringtile.cli import Outcome, plan_run
-from ringtile.cli.output import check_output, write_output
+from ringtile.cli.output import check_output, progress, write_output
 from ringtile.config import MAX_KEY, Config, nearest_key
-from ringtile.errors import ConfigError, refusing
+from ringtile.errors import PAGES, ConfigError, refusing
 from ringtile.planner.optimizers import OPTIMIZERS
 from ringtile.planner.sizes import bytes_text, parse_bytes, parse_rates, parse_tokens, tokens_text
 from ringtile.scheme import Scheme
@@ -111,7 +111,9 @@ def run(args: argparse.Namespace) -> Outcome:
     hosts, rates = hosts_of(args, setup.devices), None if args.rates is None else parse_rates(args.rates)
     mask = parse_masks(args.mask, padded(setup, seq_len)) if args.mask else None
     with _told_as_ours():
+        progress("building the model without weights")
         with TrainingStep(setup) as step:
+            progress(f"planning a step of {tokens_text(seq_len)} tokens")
             num_parameters, at_peak = step.num_parameters, step.run(seq_len)
             of_images = _tokens_of_images(setup, at_peak)
             if of_images > seq_len:
@@ -119,6 +121,7 @@ def run(args: argparse.Namespace) -> Outcome:
                     f"--seq-len is {seq_len}, and --images {setup.images.count} are {of_images} tokens; expected at "
                     f"least as many"
                 )
+            progress("looking for the longest sequence, and for what each switch saves")
             fits = None if memory is None else longest(step, memory, at_peak)
         found = [] if args.no_switches else switches(setup, seq_len, memory is None or at_peak.total <= memory)
     print(
@@ -329,7 +332,8 @@ def model_config(name: str, has_images: bool) -> Any:
         if config.model_type not in types:
             more = "" if config.model_type not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES else ", or --images too"
             raise ConfigError(
-                f"--model is of type {config.model_type}; expected a {kind} (docs/guide/models.md lists them){more}"
+                f"--model is of type {config.model_type}; expected a {kind}{more}: "
+                f"{PAGES}docs/guide/models.md lists them"
             )
         check_model_config(config)
     return config

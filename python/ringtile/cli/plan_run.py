@@ -50,7 +50,7 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
                 f"--{name.replace('_', '-')} is given beside {args.run}, which says it; expected one of the two: "
                 f"change the file, or leave it out"
             )
-    recipe = Recipe.load(args.run)
+    recipe = Recipe.load(args.run, changes=args.set)
     training, keys = recipe.training, recipe.ringtile
     seq_len = recipe.data.seq_len if args.seq_len is None else parse_tokens(args.seq_len)
     vocab_size = 0 if "name" in recipe.model else make_encoder(recipe).vocab_size  # a name needs no tokenizer here

@@ -10,17 +10,18 @@ import glob
 import os
 import pathlib
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from ringtile.cli.environment import world_size
 from ringtile.config import Config, Count, Section, check_keys, check_types, flat
-from ringtile.errors import ConfigError, refusing, shown
-from ringtile.yaml_file import read_yaml
+from ringtile.errors import PAGES, ConfigError, refusing, shown
+from ringtile.yaml_file import parse_yaml, read_yaml
 
 SECTIONS = ("model", "data", "training")
 ENGINES = ("fsdp", "fsdp_config", "deepspeed")  # training keys of several ranks
@@ -30,7 +31,15 @@ DEFAULTS["use_cpu"] = not torch.accelerator.is_available()  # accelerate trains 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """Text files and how rows are made of them. A single path stands for a list of it."""
+    """Text files and how rows are made of them. A single path stands for a list of it.
+
+    - files: paths and globs, relative to the YAML file; .jsonl, .json and .parquet hold a document per record.
+    - eval_files: the same, for evaluation.
+    - seq_len: tokens of a row.
+    - packing: fill rows with several documents, which do not attend each other.
+    - text_column: the column of records that holds the text.
+    - tokenizer: a folder or a hub name; the model's own without it.
+    """
 
     prefix = "data."
     files: list[str] | str
@@ -67,11 +76,16 @@ class Recipe:
     ringtile: Config
 
     @classmethod
-    def load(cls, path: pathlib.Path, default_data: Mapping[str, Any] | None = None) -> Recipe:
-        """Reads a YAML file. ConfigError names the key. default_data: the section `data` of a file that has none."""
+    def load(
+        cls, path: pathlib.Path, default_data: Mapping[str, Any] | None = None, changes: Sequence[str] = ()
+    ) -> Recipe:
+        """Read a YAML file. ConfigError names the key.
+
+        default_data: the section `data` of a file that has none. changes: KEY=VALUE of `--set`, in place of the file's.
+        """
         folder = path.absolute().parent
         try:
-            keys = flat(read_yaml(path))
+            keys = flat(with_changes(read_yaml(path), changes))
             check_keys(keys, {*SECTIONS, *Config.names()})
             given = keys.get("model")
             model = {"name": given} if isinstance(given, str) else _section(keys, "model")
@@ -105,10 +119,31 @@ class Recipe:
         return sections | self.ringtile.given
 
 
+def with_changes(keys: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of the keys with those of `--set KEY=VALUE`. ConfigError: text of another form."""
+    keys = copy.deepcopy(dict(keys))
+    for text in changes:
+        path, is_given, value = text.partition("=")
+        *sections, key = path.split(".")
+        at: Any = keys
+        for section in sections:
+            at = at.setdefault(section, {}) if isinstance(at, dict) else None
+        try:
+            if not (is_given and key and isinstance(at, dict)):
+                raise ValueError("a key of the file, with dots between sections, and its value")
+            at[key] = parse_yaml(value)
+        except (ValueError, yaml.YAMLError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"--set is {shown(text)} ({reason}); expected KEY=VALUE, as training.max_steps=10 or tile_tokens=8192"
+            ) from None
+    return keys
+
+
 def _section(keys: Mapping[str, Any], name: str, default: Any = None) -> dict[str, Any]:
     if isinstance(value := keys.get(name, default), Mapping):
         return {str(key): each for key, each in value.items()}
-    raise ConfigError(f"{name} is {shown(value)}; expected a mapping of keys, as docs/guide/train.md has them")
+    raise ConfigError(f"{name} is {shown(value)}; expected a mapping of keys, as {PAGES}docs/guide/train.md has them")
 
 
 def make_arguments(training: Mapping[str, Any]) -> TrainingArguments:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, get_scheduler, set_seed
 
 import ringtile
-from ringtile.cli import Outcome
+from ringtile.cli import SET, Outcome
 from ringtile.cli.data import Encoder, load_documents, make_collator, make_encoder, make_rows
 from ringtile.cli.doctor import versions
 from ringtile.cli.environment import local_world_size, rank, without_torchrun
@@ -31,18 +31,21 @@ from ringtile.cli.model_config import make_config
 from ringtile.cli.output import table, write_json
 from ringtile.cli.proofs import LIMITS, max_rel_diff
 from ringtile.cli.recipe import Recipe, check_same, make_arguments
-from ringtile.errors import ConfigError, RingtileError, refusing
+from ringtile.errors import PAGES, ConfigError, RingtileError, refusing
 from ringtile.hf.trainer import first_batch_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG.yaml", type=pathlib.Path, help="every key: docs/guide/train.md")
+    parser.add_argument(
+        "config", metavar="CONFIG.yaml", type=pathlib.Path, help=f"every key: {PAGES}docs/guide/train.md"
+    )
+    parser.add_argument("--set", **SET)
     parser.add_argument("--compare", action="store_true", help="repeat it in one process; status 1 unless losses agree")
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Trains; with --compare, rank 0 trains once more alone, and prints both losses."""
-    recipe = Recipe.load(args.config)
+    recipe = Recipe.load(args.config, changes=args.set)
     report = train(recipe)
     if rank() > 0 or not args.compare:
         return Outcome(0, report)

@@ -20,14 +20,14 @@ from torch import Tensor
 from transformers import Trainer, set_seed
 
 import ringtile
-from ringtile.cli import Outcome
+from ringtile.cli import SET, Outcome
 from ringtile.cli.data import Encoder, make_collator, make_encoder
 from ringtile.cli.environment import rank
 from ringtile.cli.output import table
 from ringtile.cli.proofs import LIMITS, first_difference, max_rel_diff, prove_ops
 from ringtile.cli.recipe import Recipe, check_same, make_arguments
 from ringtile.cli.train import make_model, read_rows, train, train_alone
-from ringtile.errors import ConfigError, refusing
+from ringtile.errors import PAGES, ConfigError, refusing
 from ringtile.hf.batch import active_batch
 from ringtile.hf.features.stream import find_layers
 from ringtile.hf.group import ContextParallelGroup
@@ -55,13 +55,16 @@ TRAINING = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG.yaml", type=pathlib.Path, help="as for train: docs/guide/train.md")
+    parser.add_argument(
+        "config", metavar="CONFIG.yaml", type=pathlib.Path, help=f"as for train: {PAGES}docs/guide/train.md"
+    )
+    parser.add_argument("--set", **SET)
     parser.add_argument("--bits", action="store_true", help="compare the bits of a forward alone, under reproducible")
 
 
 def run(args: argparse.Namespace) -> Outcome:
     """Checks the ops, then trains on all ranks and in one process; rank 0 prints a table. Status 1: a check failed."""
-    recipe = Recipe.load(args.config, default_data=default_data())
+    recipe = Recipe.load(args.config, default_data=default_data(), changes=args.set)
     data = recipe.data.changed(eval_files=[])
     recipe = dataclasses.replace(recipe, training=recipe.training | TRAINING, data=data)
     arguments = make_arguments(recipe.training)
