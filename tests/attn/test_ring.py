@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from accuracy import assert_not_less_exact, assert_within_ulp
 from attention_calls import FLOAT64_TOLERANCE, MASKS, Problem, problem, run, run_ring
-from oracle import dense_attention, gradients_with_sinks
+from oracle import Attention, dense_attention, gradients_with_sinks
 from pool import run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, ShardedSequence, ring_attention
 from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
@@ -126,6 +126,53 @@ def test_gradients_of_scores_of_minus_infinity_alone_are_not_finite(kernel: str,
     for x, y in zip(run(p, mask, layout, **options).results[2:], expected, strict=True):
         assert not x[:, :24].isfinite().any()
         torch.testing.assert_close(x[:, 24:], y[:, 24:], rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE)
+
+
+NOT_FINITE = {  # the tensor, its elements and what they hold, in kv head 0 of token 20
+    "an infinite value": ("v", 3, torch.inf),
+    "a value that is no number": ("v", 3, torch.nan),
+    "an infinite key": ("k", 3, -torch.inf),
+    "no number in a key": ("k", 3, torch.nan),
+    "a key of no weight": ("k", slice(None), -torch.inf),
+}
+
+
+def where_finite(p: Problem, attend: Tensor) -> Attention:
+    """Which elements are finite, by the rule: a score of inf or NaN leaves no number to its query, one of -inf weighs
+    nothing, and a value spoils the same element of out. In the backward a query that is spoiled spoils its dq, and dk
+    of the keys that it attends; by its score, dv too; and 0 times what is not finite is no number."""
+    each = p.q.size(2) // p.k.size(2)
+    q, k, v = p.q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(each, 1) for x in (p.k, p.v))
+    attend = attend[:, None]
+    scores = sum(q[..., None, i] * k[..., None, :, i] for i in range(q.size(3)))
+    lost = (attend & ~(scores < torch.inf)).any(-1)
+    out = lost[..., None] | (attend[..., None] & ~v.isfinite()[:, :, None]).any(3)
+    row = out.any(-1)
+    dq = row[..., None] | (attend[..., None] & ~k.isfinite()[:, :, None]).any(3)
+    dk, dv = ((attend & x[..., None]).any(2).unflatten(1, (-1, each)).any(2) for x in (row, lost))
+    of_keys = (x.transpose(1, 2)[..., None].expand_as(y) for x, y in ((dk, p.k), (dv, p.v)))
+    return Attention(*(~x for x in (out.transpose(1, 2), lost, dq.transpose(1, 2), *of_keys)))
+
+
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("what", NOT_FINITE)
+def test_what_is_not_finite_reaches_the_queries_that_attend_it_alone(what: str, world_size: int, scheme: str) -> None:
+    """In the same elements for any number of ranks, forward and backward; all others are what they were."""
+    p, mask, layout = problem(), MASKS["documents"], Layout.zigzag(48, world_size)
+    p.q.abs_()  # so that the scores of a key of -inf are -inf
+    options: dict[str, Any] = {"of_lse": False, "attention_kernel": "ringtile"}
+    clean = run(p, mask, layout, scheme, **options).results
+    name, elements, value = NOT_FINITE[what]
+    getattr(p, name)[0, 20, 0, elements] = value
+    got, finite = run(p, mask, layout, scheme, **options).results, where_finite(p, dense(mask))
+    knows = dense(mask)[0, :, 20]
+    for field, x, y, expected in zip(Attention._fields, got, clean, finite, strict=True):
+        assert torch.equal(x.isfinite(), expected), field
+        alone = expected & ~(dense(mask)[0, knows].any(0) if field in ("dk", "dv") else knows).view(
+            (1, 1, -1) if field == "lse" else (1, -1, 1, 1)
+        )
+        torch.testing.assert_close(x[alone], y[alone], rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE)
 
 
 # ---- autograd around the ring -------------------------------------------------------------------

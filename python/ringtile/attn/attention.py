@@ -69,7 +69,8 @@ def ring_attention(
 
     Returns out (B, N, H, Dv) of q's dtype. With return_lse, returns (out, lse): the log-sum-exp of the scores,
     (B, H, N) in float32 (float64 for float64), differentiable too; it counts the sink. A query that attends no key has
-    out 0, lse -inf (or its sink) and gradient 0; one whose scores are all -inf has the same out and lse.
+    out 0, lse -inf (or its sink) and gradient 0; one whose scores are all -inf has the same out and lse. A key or value
+    that is not finite makes the outputs of the queries that attend it not finite, and touches no other query.
 
     Raises InputError before any key is sent, RingMismatchError when ranks disagree or another refuses its arguments,
     PeerLostError when one is gone.
