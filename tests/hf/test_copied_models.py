@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ringtile
 import torch
+import torch.distributed as dist
 from hf_models import hybrid, tiny_model
 from hf_training import PROOF, make_trainer
 from losses import OwnLoss
@@ -75,6 +80,39 @@ def largest_differences(model: str, config: dict[str, Any], options: dict[str, A
 def test_a_copy_of_the_model_is_its_own(model: str, config: dict[str, Any], options: dict[str, Any]) -> None:
     for differences in run_ranks(2, largest_differences, model, config, options):
         assert max(differences) < 1e-5, differences
+
+
+LOADED = """
+import sys, torch
+saved, expected = torch.load(sys.argv[1], weights_only=False)
+ids = torch.arange(3, 35)[None]
+assert torch.equal(saved.eval()(input_ids=ids, labels=ids).loss, expected)
+assert saved.generate(input_ids=ids, max_new_tokens=2).shape == (1, 34)
+saved.train()(input_ids=ids, labels=ids).loss.backward()
+"""
+
+
+def save_while_enabled(config: dict[str, Any], lora: bool, path: str) -> None:
+    """The model of an enabled Trainer, and its loss when it is restored."""
+    trainer = make_trainer(max_steps=1, lora=lora)
+    ringtile.enable(trainer, PROOF | config)
+    trainer.train()
+    saved = io.BytesIO()
+    torch.save(trainer.model, saved)
+    ringtile.restore(trainer)
+    loss = trainer.model.eval()(input_ids=IDS, labels=IDS).loss.detach()
+    if dist.get_rank() == 0:
+        model = torch.load(io.BytesIO(saved.getvalue()), weights_only=False)
+        torch.save((model, loss), path)
+
+
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_model_that_was_saved_while_it_was_sharded_is_loaded_elsewhere(tmp_path: Path, lora: bool) -> None:
+    """By a process that calls no `enable`."""
+    path = str(tmp_path / "model.pt")
+    run_ranks(2, save_while_enabled, {"context_parallel_size": 2, **TILED}, lora, path)
+    loaded = subprocess.run([sys.executable, "-c", LOADED, path], capture_output=True, text=True, timeout=300)
+    assert loaded.returncode == 0, loaded.stderr
 
 
 def test_a_wrapped_forward_of_a_copy_is_the_copys() -> None:

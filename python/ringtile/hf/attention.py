@@ -50,12 +50,6 @@ WITHOUT_EFFECT = DOCUMENTS - {"attention_mask"} | LOSS | OUTPUT | {"deterministi
 _KNOWN = _COMPUTED | WITHOUT_EFFECT
 
 
-def register() -> None:
-    """Makes "ringtile" a valid attention implementation of every transformers model. Adds a name, replaces nothing."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, attention_mask)
-
-
 def refuse_own_functions(modules: Iterable[nn.Module]) -> None:
     """RefusedError: the configuration of a module names an attention or mask function that is a user's, which the ring
     does not compute. One that has the attribute DECLARED may be replaced."""
@@ -344,3 +338,9 @@ def _without_temperature(original: Callable[..., Any], *args: Any, **kwargs: Any
         return original(*args, **kwargs)
     finally:
         module.attn_temperature_tuning = True
+
+
+# "ringtile" as an attention implementation of every transformers model: adds a name, replaces nothing. On import, which
+# torch.load does of a model that torch.save stored while it was enabled: the hook above is in it.
+AttentionInterface.register(NAME, attention_forward)
+AttentionMaskInterface.register(NAME, attention_mask)

@@ -223,7 +223,6 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
     if model in _own_attention:
         raise RefusedError("another Trainer is enabled on this model; expected one: call ringtile.restore on the other")
     attention.refuse_own_functions(module for _, module in text_modules(model))
-    attention.register()
     # On the outermost module: adapters call the inner module's forward, which skips its hooks.
     patches.on_restore(wrapped.register_forward_pre_hook(attention.hide_attention_mask, with_kwargs=True).remove)
     previous = {"": model.config._attn_implementation}
