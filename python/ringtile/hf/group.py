@@ -304,8 +304,9 @@ def of_a_collective(error: BaseException | None) -> bool:
     """Return whether torch.distributed raised it, or what it was raised from."""
     while error is not None:
         said = str(error) if isinstance(error, RuntimeError) else ""
-        # gloo says where it failed, except to those that use a pair after a timeout has closed it.
-        if isinstance(error, dist.DistError) or "gloo/" in said or "timeout caused pair closure" in said:
+        # gloo says where it failed, but not that a wait timed out, nor to a call after the timeout.
+        unplaced = any(words in said for words in ("timeout caused pair closure", "Operation timed out!"))
+        if isinstance(error, dist.DistError) or "gloo/" in said or unplaced:
             return True
         error = error.__cause__ or error.__context__
     return False

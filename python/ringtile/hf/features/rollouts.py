@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.group import of_a_collective
 from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.random_states import (
     all_random_states,
@@ -206,7 +207,16 @@ class LossOnRollouts(LossOnSequences):
             """The others wait here: in TRL's next collective, they would answer one of the function's own."""
             transport = transport_of(self.group.process_group)
             with transport.propagate_errors(op):
-                rewards = function(*args, **kwargs) if first else [0.0] * len(args[0] if args else kwargs["prompts"])
+                try:
+                    rewards = (
+                        function(*args, **kwargs) if first else [0.0] * len(args[0] if args else kwargs["prompts"])
+                    )
+                except Exception as error:
+                    if of_a_collective(error):
+                        raise RefusedError(
+                            f"a collective of torch.distributed failed in {op}; expected a function of its arguments"
+                        ) from error
+                    raise
             with transport.agree(op, {}):
                 return rewards
 
