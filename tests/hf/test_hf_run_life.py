@@ -13,11 +13,22 @@ import torch
 import torch.distributed as dist
 from hf_engines import engine as engine_arguments
 from hf_models import tiny_model, with_lora
-from hf_training import TOLERANCE, Run, Stream, assert_equal_training, enabled, make_rows, make_trainer, packed, train
+from hf_training import (
+    TOLERANCE,
+    Run,
+    Stream,
+    assert_equal_training,
+    enabled,
+    make_rows,
+    make_trainer,
+    packed,
+    run_new_ranks,
+    train,
+)
 from pool import Pool, run_ranks
 from ringtile import RefusedError, RingMismatchError
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, EarlyStoppingCallback, TrainerCallback
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback, Trainer, TrainerCallback
 
 CONFIG = {"context_parallel_size": 2}
 TILED = {**CONFIG, "tiled_mlp": True, "tiled_loss": True, "tile_tokens": 5}
@@ -27,32 +38,100 @@ TILED = {**CONFIG, "tiled_mlp": True, "tiled_loss": True, "tile_tokens": 5}
 
 
 class _Switch(TrainerCallback):
-    """Steps train one adapter and the other in turn; both require gradients, as DDP was told when it was made."""
+    """Steps train one adapter and the other in turn; both required gradients when DDP was made."""
+
+    def __init__(self, freezes: bool) -> None:
+        self.freezes = freezes
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        inside = getattr(model, "module", model)
-        inside.set_adapter("second" if state.global_step % 2 else "default")
-        for name, parameter in inside.named_parameters():
-            parameter.requires_grad_("lora" in name)
+        _use(model, "second" if state.global_step % 2 else "default", self.freezes)
 
 
-def _switched(config):
+def _use(model, name, freezes):
+    """freezes: as PEFT does, all other adapters."""
+    model = getattr(model, "module", model)
+    model.set_adapter(name)
+    for parameter_name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in parameter_name and (name in parameter_name or not freezes))
+
+
+class _Distillation(Trainer):
+    """The second adapter, frozen, teaches the first."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        _use(model, "second", True)
+        with torch.no_grad():
+            taught = model(**given).logits
+        _use(model, "default", True)
+        logits, kept = model(**given).logits, inputs["labels"][:, 1:] != -100
+        divergence = torch.nn.functional.kl_div(
+            logits.log_softmax(-1), taught.log_softmax(-1), log_target=True, reduction="none"
+        ).sum(-1)
+        loss = (divergence[:, :-1] * kept).sum() / num_items_in_batch
+        return (loss, None) if return_outputs else loss
+
+
+class _Both(Trainer):
+    """One loss of both adapters, by two forwards."""
+
+    def compute_loss(self, model, inputs, **options):
+        losses = []
+        for name in ("default", "second"):
+            _use(model, name, False)
+            losses.append(super().compute_loss(model, inputs, **options))
+        return sum(losses)
+
+
+SWITCHED = {
+    "in turn": lambda: {"trainer_arguments": {"callbacks": [_Switch(freezes=False)]}},
+    "in turn, as PEFT freezes": lambda: {"trainer_arguments": {"callbacks": [_Switch(freezes=True)]}},
+    "in turn, checkpointed": lambda: {**SWITCHED["in turn"](), "gradient_checkpointing": True},
+    "one teaches": lambda: {"trainer_class": _Distillation},
+    "both": lambda: {"trainer_class": _Both},
+}
+
+
+def _switched(config, how):
     model = with_lora(tiny_model("llama").train())
     model.add_adapter("second", model.peft_config["default"])
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora" in name)
-    return train(config, model=model, trainer_arguments={"callbacks": [_Switch()]}, evaluate=False)
+        parameter.requires_grad_("lora" in name and (how != "one teaches" or "default" in name))
+    return train(config, model=model, evaluate=False, **SWITCHED[how]())
+
+
+CHECKED = CONFIG | {"first_batch_check": True}
 
 
 @pytest.mark.parametrize(
-    "config",
-    [{**CONFIG, "first_batch_check": True}, pytest.param(TILED | {"tiled_loss": False}, marks=pytest.mark.long)],
+    ("how", "config"),
+    [
+        ("in turn", CHECKED),
+        ("in turn, as PEFT freezes", CONFIG),
+        ("one teaches", CHECKED),
+        pytest.param("in turn, checkpointed", CONFIG, marks=pytest.mark.long),
+        pytest.param("in turn", TILED | {"tiled_loss": False}, marks=pytest.mark.long),
+    ],
     ids=str,
 )
-def test_adapters_may_be_switched_between_steps(config):
-    expected = _switched(None)
-    for run in run_ranks(2, _switched, config):
+def test_adapters_may_be_switched_between_steps(how, config):
+    expected = _switched(None, how)
+    for run in run_ranks(2, _switched, config, how):
         assert_equal_training(run, expected)
+
+
+def _error_of_both(config):
+    with pytest.raises(RuntimeError) as raised:
+        _switched(config, "both")
+    return str(raised.value)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", [None, CONFIG], ids=["DDP", "ringtile"])
+def test_two_forwards_in_one_loss_are_refused_by_ddp_with_and_without_ringtile(config):
+    """DDP marks the adapter that a forward does not use as ready, and then gets its gradient by the other forward."""
+    for error in run_new_ranks(2, _error_of_both, config):
+        assert error.startswith("Expected to mark a variable ready only once"), error
 
 
 # ---- compilation --------------------------------------------------------------------------------
