@@ -61,7 +61,16 @@ def _steeper_pairs(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     return _steeper(patch) | reference | {"trainer_class": "trl.DPOTrainer"}
 
 
+def _not_finite(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """In the first group."""
+    model = tiny_model().train()
+    forward = model.model.norm.forward
+    model.model.norm.forward = lambda x: forward(x) * (torch.inf if _is_first_group() else 1.0)
+    return {"model": model}
+
+
 MADE = {"longer images": _longer_images, "a tree": _a_tree, "steeper": _steeper, "pairs": _steeper_pairs}
+MADE["not finite"] = _not_finite
 
 
 SAYS = {
@@ -88,6 +97,13 @@ def test_groups_prove_alike(what):
     for rank, (said, proved) in enumerate(run_ranks(4, _trained, what, {"context_parallel_size": 2}, timeout=100.0)):
         assert proved == (what != "a tree")
         assert [SAYS[what] in text for text in said] == [True] * (what != "steeper" or rank < 2)
+
+
+def test_groups_leave_the_proof_to_the_next_batch_together():
+    found = run_ranks(4, _trained, "not finite", {"context_parallel_size": 2}, timeout=100.0)
+    for rank, (said, proved) in enumerate(found):
+        assert not proved
+        assert ["this batch proves nothing, the next will" in text for text in said] == [True] * (rank % 2 == 0)
 
 
 @pytest.mark.long
