@@ -76,7 +76,7 @@ def check_devices(first_name: str, first: Tensor, **others: Tensor | None) -> No
 
 
 def check_number(name: str, value: Any) -> float:
-    """A number as a float. InputError: it is none, or a tensor whose gradient would be lost."""
+    """Return a number as a float. InputError: it is none, or a tensor whose gradient would be lost."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             raise InputError(
@@ -92,7 +92,7 @@ def check_number(name: str, value: Any) -> float:
 
 
 def check_int(name: str, value: Any) -> int:
-    """A whole number as an int. InputError: it is none."""
+    """Return a whole number as an int. InputError: it is none."""
     if isinstance(value, Tensor):
         check_storage(name, value)
     try:

@@ -188,13 +188,13 @@ class Config(Section):
 
     @property
     def asks(self) -> bool:
-        """Whether a Trainer trains otherwise than without ringtile."""
+        """Return whether a Trainer trains otherwise than without ringtile."""
         tiled = self.tiled_mlp or self.tiled_norm or self.tiled_loss
         return self.attends or tiled or self.activation_offloading
 
     @property
     def attends(self) -> bool:
-        """Whether attention is ringtile's."""
+        """Return whether attention is ringtile's."""
         return self.context_parallel_size > 1 or self.shared_prefix or self.stream
 
     @classmethod
@@ -215,8 +215,8 @@ class Config(Section):
 
 
 def flat(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping of keys in ringtile's words: those of its mapping `context_parallel` beside the others, and other
-    libraries' names for the same replaced, which the log says. ConfigError names the key."""
+    """Return the keys in ringtile's words: those of `context_parallel` beside the others, other libraries' names
+    replaced, which the log says. ConfigError names the key."""
     keys = _in_our_words(given)
     nested = keys.pop("context_parallel", {})
     if not isinstance(nested, Mapping):

@@ -30,7 +30,7 @@ class RingtileError(Exception):
 
 
 class InputError(RingtileError, ValueError):
-    """An argument is wrong: a tensor's shape, dtype, device or stride, a mask, a group, a number; or the thread is."""
+    """An argument is wrong (shape, dtype, device, stride, mask, group, number), or a second thread uses the group."""
 
 
 class MaskNotExpressibleError(RingtileError, ValueError):
@@ -108,7 +108,7 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def with_kind(error: BaseException) -> str:
-    """The kind of an error, and what it says: "ValueError: a bad row"; the kind alone if it says nothing."""
+    """Return the kind of an error, and what it says: "ValueError: a bad row"; the kind alone if it says nothing."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 

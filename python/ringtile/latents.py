@@ -51,7 +51,7 @@ class Latents:
         return keys
 
     def again(self, weights: Sequence[Tensor]) -> ExpandAgain:
-        """What a backward takes, with the weights as they were saved."""
+        """Return the arguments of a backward, with the weights as they were saved."""
         return ExpandAgain(self._replay, weights)
 
 

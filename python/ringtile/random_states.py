@@ -16,7 +16,8 @@ from torch import Tensor
 
 
 def random_states() -> dict[str, Tensor]:
-    """The states of the default generators by device: the CPU, and every GPU once the process has initialized CUDA.
+    """Return the states of the default generators by device: the CPU, and every GPU once the process has initialized
+    CUDA.
 
     A GPU's is a seed and an offset, which the host keeps: reading it neither waits for the device nor uses it.
     """
@@ -28,7 +29,8 @@ def random_states() -> dict[str, Tensor]:
 
 
 def drawn_since(before: dict[str, Tensor]) -> list[str]:
-    """The devices whose default generators have drawn, or were seeded, since `random_states` returned `before`."""
+    """Return the devices whose default generators have drawn, or were seeded, since `random_states` returned
+    `before`."""
     return [
         device
         for device, state in random_states().items()
@@ -44,7 +46,7 @@ def all_random_states() -> tuple[dict[str, Tensor], Any, Any]:
 
 
 def host_random_states() -> tuple[dict[str, Tensor], Any, Any]:
-    """Those of `all_random_states` without a GPU's, which are of one rank's device."""
+    """Return the states of `all_random_states` without a GPU's, which are of one rank's device."""
     ours, pythons, numpys = all_random_states()
     return {"cpu": ours["cpu"]}, pythons, numpys
 
@@ -66,7 +68,8 @@ def set_torch_states(states: dict[str, Tensor]) -> None:
 
 
 def random_digest() -> str:
-    """A hash of the host's states and the current GPU's: equal on ranks that have drawn the same, each on its GPU."""
+    """Return a hash of the host's states and the current GPU's: equal on ranks that have drawn the same, each on its
+    GPU."""
     ours, pythons, numpys = all_random_states()
     current = f"cuda:{torch.cuda.current_device()}" if len(ours) > 1 else "cpu"
     states = [bytes(ours[device].numpy()) for device in dict.fromkeys(("cpu", current))], pythons, numpys

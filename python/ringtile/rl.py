@@ -134,7 +134,8 @@ def sequence_log_probs(
 
 
 def _chunk_tokens(model: nn.Module, layout: str, scheme: str) -> int:
-    """Of the chunks in which the bits are the same on any number of ranks. InputError, RefusedError: they are not."""
+    """Return the tokens of a chunk in which the bits are the same on any number of ranks. InputError, RefusedError:
+    none."""
     if layout not in _LAYOUTS or scheme != "ulysses":
         raise InputError(
             f"reproducible is True, layout {shown(layout)} and scheme {shown(scheme)}, whose bits depend on the number "
@@ -222,11 +223,11 @@ class _Rows(NamedTuple):
         return cls(input_ids, position_ids, functional.pad(labels, (0, 1), value=_IGNORE), document, mask)
 
     def checksum(self) -> int:
-        """Of the rows and of what is asked of them."""
+        """Return a checksum of the rows and of what is asked of them."""
         return int(checksum(self.input_ids, self.position_ids, self.labels, self.mask.begin, self.mask.end))
 
     def longest(self) -> _Rows:
-        """The row with the most tokens, without its padding."""
+        """Return the row with the most tokens, without its padding."""
         index = int((self.document > 0).sum(1).argmax())
         tokens = self.document[index] > 0
         if not bool(tokens.any()):  # padding alone, which attends nothing
@@ -320,7 +321,7 @@ class _Head(NamedTuple):
         return_entropy: bool,
         chunk_tokens: int | None = None,
     ) -> Tensor:
-        """Of what `_Rows.padded` returns, whole or sharded: log_probs (B, N); or, with entropies, (B, N, 2).
+        """Return log_probs (B, N), or with entropies (B, N, 2), of the rows of `_Rows.padded`, whole or sharded.
 
         The model is called as it is, so that its engine's hooks run.
         """

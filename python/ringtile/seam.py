@@ -21,8 +21,8 @@ from ringtile.sequence.sharded import ShardedSequence
 
 
 def language_model(base: nn.Module) -> tuple[str, nn.Module] | None:
-    """The module, with its path, that a transformers model with other inputs too gives the embeddings of all tokens;
-    None: none is known."""
+    """Return the module, with its path, that a transformers model with other inputs too gives the embeddings of all
+    tokens; None: none is known."""
     get_text_config = getattr(getattr(base, "config", None), "get_text_config", None)
     config = None if get_text_config is None else get_text_config()
     if config is None or config is base.config:
@@ -38,7 +38,7 @@ def language_model(base: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def parameters_of(module: nn.Module) -> list[str]:
-    """The names of what a module's class is called with, in order."""
+    """Return the names of what a module's class is called with, in order."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 

@@ -178,7 +178,7 @@ def _copied(x: Any, wide: bool) -> Any:
 
 
 def _tensors(values: list[Any], unread: tuple[int, ...]) -> list[Tensor]:
-    """All tensors; values: what an op returned, and then its arguments."""
+    """Return all tensors; values: what an op returned, and then its arguments."""
     read = [x for i, x in enumerate(values, -1) if i not in unread]
     return [x for each in read for x in (each if isinstance(each, list) else [each]) if isinstance(x, Tensor)]
 
@@ -198,7 +198,7 @@ def _loss(t: _Make, n: int) -> list[_Call]:
 
 
 def _rows(t: _Make, n: int) -> list[_Call]:
-    """Of strided rows, and of tensors with rows of two sizes."""
+    """Return calls on rows of strided tensors, and of tensors with rows of two sizes."""
     runs = torch.tensor([[8 * n, 1, 0, 3 * n], [1, 2, 3 * n, 4 * n]], device="cpu")
     wholes = [t(seed, 13 * n, 2, 3 + seed).transpose(0, 1) for seed in range(2)]
     shards = [t(seed + 2, 2, 7 * n, 3 + seed) for seed in range(2)]
@@ -207,13 +207,13 @@ def _rows(t: _Make, n: int) -> list[_Call]:
 
 
 def _delta(t: _Make, n: int) -> list[_Call]:
-    """Of one gradient for two heads."""
+    """Return a call of delta, one gradient for two heads."""
     dout, out = t(0, 2, 9 * n, 1, 70).expand(-1, -1, 2, -1), t(1, 2, 9 * n, 2, 70)
     return [_Call("attn_delta", [dout, out, t(2, 2, 2, 9 * n, dtype=torch.float64)], 72)]
 
 
 def _merge(t: _Make, n: int) -> list[_Call]:
-    """Of some rows, rounded or not, into others' sums or none; one has no weight, and one no key before."""
+    """Return merges of rows, rounded or not, into sums or none; one has no weight, and one no key before."""
     part, part_lse = t(0, 1, 9 * n, 2, 83)[..., :70], t(1, 1, 2, 9 * n, dtype=t.state)
     out, lse = t(2, 2, 9 * n, 2, 70, dtype=t.state), t(3, 2, 2, 9 * n, dtype=torch.float64)
     part_lse[..., 0], lse[0, :, 3] = torch.inf, -torch.inf

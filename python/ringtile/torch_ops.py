@@ -53,7 +53,7 @@ def _state(x: Tensor) -> torch.dtype:
 
 
 def _blocks(*arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same few rows of each array; the first has the largest rows."""
+    """Return the same few rows of each array; the first has the largest rows."""
     num_rows = max(1, BLOCK_NUMBERS // max(1, arrays[0][:1].numel()))
     return zip(*(torch.split(x, num_rows) for x in arrays), strict=True)
 
@@ -277,7 +277,7 @@ def random_words(counter: Tensor, position: Tensor, row: Tensor, stream: int, ke
 
 
 def _halves(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The high and the low 32 bits of factor * x, for x (int64) in 0..2^32 - 1, without an overflow."""
+    """Return the high and the low 32 bits of factor * x, for x (int64) in 0..2^32 - 1, without an overflow."""
     low, high = factor * (x & 0xFFFF), factor * (x >> 16)
     high += low >> 16
     return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF

@@ -61,7 +61,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
-    """The mapping in a YAML file. ConfigError: unreadable, not YAML, over 1 MiB, no mapping, or a key twice."""
+    """Return the mapping in a YAML file. ConfigError: unreadable, not YAML, over 1 MiB, no mapping, or a key twice."""
     try:
         if len(content := path.read_bytes()) > MAX_BYTES:
             raise OSError(0, f"holds more than {MAX_BYTES} bytes")

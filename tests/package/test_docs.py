@@ -331,6 +331,17 @@ def test_what_has_not_run_links_to_the_state(page: str) -> None:
             assert "state.md" in paragraph, found[0]
 
 
+NO_VERB = ("Of", "Those", "What", "As", "Whether", "That", "Which", "How", "The", "A", "An", "All", "None")
+
+
+@pytest.mark.parametrize("folder", ["attn", "sequence", "transport", "recurrent", "tiled", "stream", "cli", ""])
+def test_docstrings_of_functions_begin_with_a_verb(folder: str) -> None:
+    for path in (PACKAGE / folder).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
+                assert text.split()[0] not in NO_VERB, f"{path.name}: {node.name}: {text.splitlines()[0]}"
+
+
 # ---- what the pages say about the code ----------------------------------------------------------
 
 

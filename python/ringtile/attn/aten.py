@@ -156,7 +156,8 @@ class InPacks:
 
     @property
     def name(self) -> str:
-        """Of the implementation, which is a kernel of its own; one of torch's may be activated by the user."""
+        """Return the name of the implementation, which is a kernel of its own; the user may have activated one of
+        torch's."""
         implementation = self.library or current_flash_attention_impl()
         return "aten's flash attention" + (f" ({implementation})" if implementation else "")
 

@@ -255,7 +255,8 @@ class SequenceTensors(NamedTuple):
 
     @classmethod
     def of_one_rank(cls, seq_len: int, mask: IntervalMask | None, is_causal: bool) -> SequenceTensors:
-        """Of the mask, or, where it is None, of one of so many tokens, which may be a symbol of torch.compile's."""
+        """Return the call of one rank for the mask; None: for num_tokens tokens, which may be a symbol of
+        torch.compile's."""
         end = torch.arange(1, seq_len + 1, dtype=torch.int32, device="cpu")[None]
         bounds = (0 * end, end if is_causal else 0 * end + seq_len) if mask is None else mask.bounds
         runs = torch.tensor([[[0, 0, 1, 0, 0]], [[0, 0, 0, 0, 1]]], dtype=torch.int64, device="cpu")

@@ -25,11 +25,14 @@ ATTENTION_KERNELS = ("auto", "ringtile", "aten")
 class AttentionDropout:
     """Dropout of attention weights, after the softmax: each is 0 with this probability, the others are over 1 - p.
 
-    Which weights stay is a function of seed, step and stream, of the row (rows, int64 (B,), on q's device, numbers the
-    rows of a batch), the query head, and the positions of query and key in the global sequence. Give each call of a
-    step a stream of its own. probability is in 0..1 and the same on every rank, like everything here; seed, step
-    and stream are in 0..2^32 - 1, rows count modulo 2^32. A query head beyond 4096, or a row beyond 2^20, draws again
-    what another pair of them has drawn.
+    Whether a weight is dropped depends on (seed, step, stream, row, query head, positions of query and key) alone, so
+    any number of ranks drops the same. All fields are the same on every rank.
+
+    - probability: in 0..1.
+    - rows: int64 (B,), on q's device: the number of each row in the step, modulo 2^32.
+    - seed, step, stream: in 0..2^32 - 1. Each attention call of a step needs a stream of its own.
+
+    Query heads from 4096 on, and rows from 2^20 on, repeat the draws of others.
     """
 
     probability: float

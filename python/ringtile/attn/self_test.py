@@ -154,7 +154,8 @@ def _defined(
 
 
 def _ends_of_branches(at: Tensor) -> Tensor:
-    """The position behind the last query that attends each key: of two branches, and of one more in the second."""
+    """Return the position behind the last query that attends each key: of two branches, and of one more in the
+    second."""
     n = at.size(0)
     in_first, in_second = ((n * i // 20 <= at) & (at < end) for i, end in ((5, n // 2), (12, n * 4 // 5)))
     return torch.where(in_first, n // 2, torch.where(in_second, n * 4 // 5, n))

@@ -52,8 +52,8 @@ class Outcome(NamedTuple):
 
 
 def command() -> NoReturn:
-    """The program `ringtile`. A run that has refused, or lost a rank, ends at once: Python's own end waits for threads
-    and destructors of torch, and those may wait for a rank that never answers."""
+    """Run the program `ringtile`. A run that has refused, or lost a rank, ends at once: Python's own end waits for
+    threads and destructors of torch, and those may wait for a rank that never answers."""
     status = main()
     if status == REFUSED:
         sys.stdout.flush()
@@ -70,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one verb; returns the exit status."""
+    """Run one verb; return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = _Parser(prog="ringtile", description="Exact context-parallel training.")
     parser.add_argument("--version", action="version", version=f"ringtile {__version__}")
@@ -122,11 +122,11 @@ def refuse(message: str) -> int:
 
 
 def one_line(text: str) -> str:
-    """A message of any origin as one line that a terminal can show, at most MAX_LINE characters."""
+    """Return a message of any origin as one line that a terminal can show, at most MAX_LINE characters."""
     line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(text.split()))
     return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 4]} ..."
 
 
 def verb_module(name: str) -> Any:
-    """The module of a verb."""
+    """Return the module of a verb."""
     return importlib.import_module(f"ringtile.cli.{name}")

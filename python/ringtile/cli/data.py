@@ -31,7 +31,7 @@ class Encoder(NamedTuple):
 
 
 def make_encoder(recipe: Recipe) -> Encoder:
-    """That of data.tokenizer; without one, a pretrained model's own, or bytes for a model with random weights."""
+    """Return the tokenizer of data.tokenizer; without one, a pretrained model's own, or bytes for random weights."""
     name = recipe.data.tokenizer or recipe.model.get("name", "bytes")
     if name == "bytes":
         return Encoder(lambda text: [*text.encode(), 256])
@@ -48,7 +48,7 @@ def make_encoder(recipe: Recipe) -> Encoder:
 
 
 def load_documents(patterns: list[str], text_column: str, key: str) -> datasets.Dataset:
-    """The texts in the files that paths and globs (also `**`) name; documents without text are left out."""
+    """Return the texts in the files that paths and globs (also `**`) name; documents without text are left out."""
     files: dict[str, dict[str, None]] = {}
     for pattern in patterns:
         found = [path for path in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(path)]
@@ -70,7 +70,7 @@ def load_documents(patterns: list[str], text_column: str, key: str) -> datasets.
 
 
 def make_rows(documents: datasets.Dataset, recipe: Recipe, encoder: Encoder, key: str) -> datasets.Dataset:
-    """The rows for a Trainer, in tensors. Packing drops what a batch of 1,000 documents leaves over."""
+    """Return the rows for a Trainer, in tensors. Packing drops what a batch of 1,000 documents leaves over."""
     seq_len = recipe.data.seq_len
 
     def padded(texts: list[str]) -> dict[str, Any]:
@@ -94,6 +94,6 @@ def make_rows(documents: datasets.Dataset, recipe: Recipe, encoder: Encoder, key
 
 
 def make_collator(end: int) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
-    """A collator to int64 (B, S), which pads rows on the right."""
+    """Return a collator to int64 (B, S), which pads rows on the right."""
     pad = torch.nn.utils.rnn.pad_sequence
     return lambda rows: {key: pad([row[key] for row in rows], True, PADDING.get(key, end)) for key in rows[0]}

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def as_text(value: Any) -> str:
-    """A value of the report as text."""
+    """Return a value of the report as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "-" if value is None else str(value)
@@ -54,7 +54,7 @@ def versions() -> dict[str, str | None]:
 
 
 def version(package: str) -> str | None:
-    """The version of an installed package."""
+    """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -62,7 +62,7 @@ def version(package: str) -> str | None:
 
 
 def examine() -> dict[str, dict[str, Any]]:
-    """The whole report, by section; every value is JSON."""
+    """Return the whole report, by section; every value is JSON."""
     return {
         "versions": versions(),
         "kernels": (found := kernels()),
@@ -74,7 +74,8 @@ def examine() -> dict[str, dict[str, Any]]:
 
 
 def kernels() -> dict[str, Any]:
-    """Whether the compiled ops load, on which devices, and the instruction set: the one in use and this CPU's best."""
+    """Return whether the compiled ops load, on which devices, and the instruction set: the one in use and this CPU's
+    best."""
     found: dict[str, Any] = {"binary": None, "isa": None, "best_isa": None, "error": None, "cuda": None}
     try:
         from ringtile import ops
@@ -95,7 +96,7 @@ def kernels() -> dict[str, Any]:
 
 
 def cuda(ops: ModuleType) -> str:
-    """Whether the CUDA kernels are in use, and on which devices they are not; or why on none."""
+    """Return whether the CUDA kernels are in use, and on which devices they are not; or why on none."""
     reason: str = ops.why_no_cuda()
     if reason:
         return f"{reason}; torch operations run instead" if torch.cuda.is_available() else reason
@@ -109,7 +110,7 @@ def cuda(ops: ModuleType) -> str:
 
 
 def cuda_kernels_of(capability: tuple[int, int]) -> str:
-    """Which attention kernels a device of this compute capability runs (choose_isa in cuda/attn/dispatch.cu)."""
+    """Return which attention kernels a device of this compute capability runs (choose_isa in cuda/attn/dispatch.cu)."""
     if capability == (9, 0):
         return "kernels of sm_90a, and of sm_80 for what they leave"
     if capability[0] in (10, 11):
@@ -139,14 +140,14 @@ def self_tests() -> dict[str, str]:
 
 
 def best_isa() -> str | None:
-    """The instruction set that the ops choose without RINGTILE_CPU_ISA; None where they do not load."""
+    """Return the instruction set that the ops choose without RINGTILE_CPU_ISA; None where they do not load."""
     command = [sys.executable, "-c", "from ringtile import ops; print(ops.cpu_isa())"]
     done = subprocess.run(command, env=environment.without("RINGTILE_CPU_ISA"), capture_output=True, text=True)
     return done.stdout.strip() or None
 
 
 def devices() -> dict[str, Any]:
-    """The CPU, and every GPU that torch sees."""
+    """Return the CPU, and every GPU that torch sees."""
     found: dict[str, Any] = {"cpu": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"}
     for index in range(torch.cuda.device_count()):
         capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
@@ -155,5 +156,5 @@ def devices() -> dict[str, Any]:
 
 
 def is_backend_available(name: str) -> bool:
-    """Whether this torch can make process groups with a backend."""
+    """Return whether this torch can make process groups with a backend."""
     return torch.distributed.is_available() and torch.distributed.is_backend_available(name)

@@ -21,17 +21,18 @@ _LAUNCHER = "start ringtile with torchrun, which sets all of them, or unset all 
 
 
 def rank() -> int:
-    """The rank of this process; 0 without torchrun. ConfigError: the variable is no rank."""
+    """Return the rank of this process; 0 without torchrun. ConfigError: the variable is no rank."""
     return _integer("RANK", 0, 0)
 
 
 def world_size() -> int:
-    """The number of ranks; 1 without torchrun. ConfigError: the variable is no number of ranks."""
+    """Return the number of ranks; 1 without torchrun. ConfigError: the variable is no number of ranks."""
     return _integer("WORLD_SIZE", 1, 1)
 
 
 def local_world_size() -> int:
-    """The number of ranks on this machine; 1 without torchrun. ConfigError: the variable is no number of ranks."""
+    """Return the number of ranks on this machine; 1 without torchrun. ConfigError: the variable is no number of
+    ranks."""
     return _integer("LOCAL_WORLD_SIZE", 1, 1)
 
 
@@ -51,7 +52,7 @@ def check_world() -> None:
 
 
 def error_file() -> str | None:
-    """Where torchrun looks for the error of this process, to show it in its summary."""
+    """Return where torchrun looks for the error of this process, to show it in its summary."""
     return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
 
@@ -71,17 +72,17 @@ def is_first_to_say(text: str) -> bool:
 
 
 def reported() -> dict[str, str | None]:
-    """The variables that doctor shows; None: not set."""
+    """Return the variables that doctor shows; None: not set."""
     return {name: os.environ.get(name) for name in REPORTED}
 
 
 def without(*names: str) -> dict[str, str]:
-    """The environment for a child process, without some variables."""
+    """Return the environment for a child process, without some variables."""
     return {name: value for name, value in os.environ.items() if name not in names}
 
 
 def without_torchrun() -> dict[str, str]:
-    """The environment for a child process that must not join this process's world."""
+    """Return the environment for a child process that must not join this process's world."""
     kept = without(*TORCHRUN_VARIABLES)
     return {name: value for name, value in kept.items() if not name.startswith(TORCHRUN_PREFIXES)}
 

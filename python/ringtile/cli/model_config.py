@@ -34,7 +34,8 @@ _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 
 def read_config(folder: str) -> PretrainedConfig:
-    """The configuration in a folder; which implementations it names is forgotten, as a name may be code of a hub.
+    """Return the configuration in a folder; which implementations it names is forgotten, as a name may be code of a
+    hub.
 
     Raises ConfigError for a size that would take forever, and what transformers raises.
     """
@@ -78,7 +79,7 @@ def check_model_config(config: PretrainedConfig) -> None:
 
 
 def make_config(given: Mapping[str, Any], seq_len: int, vocab_size: int = 0) -> Any:
-    """The config of a section `model`, whose model takes rows of seq_len tokens. ConfigError names the key.
+    """Return the config of a section `model`, whose model takes rows of seq_len tokens. ConfigError names the key.
 
     vocab_size: of the tokenizer. What the section leaves out fits the data, for a model with random weights.
     """
@@ -102,7 +103,7 @@ def make_config(given: Mapping[str, Any], seq_len: int, vocab_size: int = 0) -> 
 
 
 def pretrained_config(given: Mapping[str, Any]) -> Any:
-    """The config of a folder or hub name, with the keys given beside it; a mapping adds to the config's own.
+    """Return the config of a folder or hub name, with the keys given beside it; a mapping adds to the config's own.
 
     ConfigError: it has no such key, or a hub name's config is not here and cannot be fetched.
     """

@@ -13,7 +13,7 @@ from ringtile.errors import ConfigError
 
 
 def table(title: str, rows: Sequence[Sequence[str]], header: Sequence[str] = (), *, right: bool = False) -> str:
-    """The title, and the rows in columns. right: all but the first column are aligned at their right end."""
+    """Return the title, and the rows in columns. right: all but the first column are aligned at their right end."""
     every = [header, *rows] if header else rows
     widths = [max(map(len, column)) for column in zip(*every, strict=True)]
 
@@ -79,10 +79,10 @@ def _write_text(path: pathlib.Path, text: str) -> None:
 
 
 def _beside(path: pathlib.Path) -> pathlib.Path:
-    """A name in the folder of the real file, with its suffix, which says the format of a picture."""
+    """Return a name in the folder of the real file, with its suffix, which says the format of a picture."""
     return path.parent / f".{path.stem[:100]}.{os.getpid()}{path.suffix}"
 
 
 def _is_replaced(path: pathlib.Path) -> bool:
-    """Whether writing makes a new file; a device or pipe, as /dev/null, is written to."""
+    """Return whether writing makes a new file; a device or pipe, as /dev/null, is written to."""
     return path.is_file() or not path.exists()

@@ -174,7 +174,7 @@ def _check_layer(args: argparse.Namespace) -> None:
 
 
 def parse_layer(text: str) -> tuple[str, list[int]]:
-    """A recurrent layer from KIND:NUMBER,NUMBER,...; ConfigError for text without such numbers."""
+    """Return a recurrent layer from KIND:NUMBER,NUMBER,...; ConfigError for text without such numbers."""
     kind, _, numbers = text.partition(":")
     try:
         return kind, [int(number) for number in numbers.split(",") if number]
@@ -235,7 +235,7 @@ def filled(lengths: list[int], seq_len: int) -> list[int]:
 
 
 def parse_masks(texts: list[str], seq_len: int) -> IntervalMask:
-    """The intersection of masks. ConfigError: they are of another length; as `parse_mask`."""
+    """Return the intersection of masks. ConfigError: they are of another length; as `parse_mask`."""
     mask = functools.reduce(operator.and_, [parse_mask(text, seq_len) for text in texts])
     if mask.seq_len != seq_len:
         raise ConfigError(f"--mask is of {mask.seq_len} tokens, and the sequence has {seq_len}; expected as many")
@@ -243,7 +243,8 @@ def parse_masks(texts: list[str], seq_len: int) -> IntervalMask:
 
 
 def parse_mask(text: str, seq_len: int) -> IntervalMask:
-    """A mask from NAME or NAME:NUMBER,NUMBER,.... ConfigError: any other text. MaskNotExpressibleError, InputError."""
+    """Return a mask from NAME or NAME:NUMBER,NUMBER,.... ConfigError: any other text. MaskNotExpressibleError,
+    InputError."""
     name, _, numbers = text.partition(":")
     try:
         return MASKS[name](seq_len, [int(number) for number in numbers.split(",") if number])

@@ -195,7 +195,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 @contextlib.contextmanager
 def _told_as_ours() -> Iterator[None]:
-    """What the code of a model raises, as a ConfigError, without the traceback that torch logs before it."""
+    """Raise a ConfigError for what the code of a model raises, without the traceback that torch logs before it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -206,7 +206,7 @@ def _told_as_ours() -> Iterator[None]:
 
 
 def grpo_of(args: argparse.Namespace, seq_len: int) -> Any:
-    """The planner's Grpo, or None without --completion-tokens. ConfigError names the option."""
+    """Return the planner's Grpo, or None without --completion-tokens. ConfigError names the option."""
     from ringtile.planner.grpo import Grpo
 
     if args.completion_tokens is None:
@@ -235,7 +235,7 @@ def grpo_of(args: argparse.Namespace, seq_len: int) -> Any:
 
 
 def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
-    """The planner's Setup. ConfigError names the option."""
+    """Return the planner's Setup. ConfigError names the option."""
     from ringtile.planner.setup import Setup
 
     devices = 1 if args.devices is None else args.devices
@@ -289,7 +289,7 @@ def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
 
 
 def images_of(args: argparse.Namespace, grpo: Any) -> Any:
-    """The planner's ImageRows, or None without --images. ConfigError names the option."""
+    """Return the planner's ImageRows, or None without --images. ConfigError names the option."""
     from ringtile.planner.images import ImageRows
 
     if args.images is None:
@@ -307,7 +307,7 @@ def images_of(args: argparse.Namespace, grpo: Any) -> Any:
 
 
 def model_config(name: str, has_images: bool) -> Any:
-    """The configuration in a folder, or the default one of a type. ConfigError names what is near."""
+    """Return the configuration in a folder, or the default one of a type. ConfigError names what is near."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -348,7 +348,7 @@ def hosts_of(args: argparse.Namespace, num_ranks: int) -> tuple[int, ...]:
 
 
 def _tokens_of_images(setup: Any, memory: Any) -> int:
-    """Of a row."""
+    """Return the tokens of a row's images."""
     return 0 if memory.tower is None else int(setup.images.count * memory.tower.tokens)
 
 
@@ -362,7 +362,7 @@ def _tower_text(setup: Any, tower: Any) -> str:
 
 
 def _table(memory: Any) -> str:
-    """Of the parts of a step; of a GRPO step, of each phase."""
+    """Return the table of the parts of a step; of a GRPO step, of each phase."""
     phases, total = memory.phases, memory.total
     names = [name for name in memory.parts if any(parts[name] for parts in phases.values())]
     if len(phases) == 1:

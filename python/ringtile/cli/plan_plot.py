@@ -46,7 +46,7 @@ def plot_plan(path: pathlib.Path, plan: Plan, sent: Tensor) -> None:
 
 
 def plot_memory(path: pathlib.Path, bars: Mapping[str, Mapping[str, int]], memory: int | None) -> None:
-    """A stacked bar of bytes by part for each plan, and a line at what a device has."""
+    """Draw a stacked bar of bytes by part for each plan, and a line at what a device has."""
     figure = Figure(figsize=(4 + 1.6 * len(bars), 5), layout="constrained")
     axes = figure.subplots()
     bottoms = dict.fromkeys(bars, 0.0)

@@ -36,7 +36,7 @@ _OPTIMIZERS = {
 
 
 def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
-    """The planner's Setup and the tokens of a row. ConfigError."""
+    """Return the planner's Setup and the tokens of a row. ConfigError."""
     from transformers import TrainingArguments
 
     from ringtile.cli.data import make_encoder
@@ -100,7 +100,7 @@ def setup_of(args: argparse.Namespace) -> tuple[Any, int]:
 
 
 def _checkpointing_of(training: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Whether layers are checkpointed, and what they save moved to the host, under either name. ConfigError."""
+    """Return whether layers are checkpointed, and what they save moved to the host, under either name. ConfigError."""
     name = next((name for name in _CHECKPOINTING if training.get(name) is not None), _CHECKPOINTING[0])
     settings = next((x for x in _CHECKPOINTING if training.get(f"{x}_kwargs") is not None), name)
     kwargs = _mapping_of(training, f"{settings}_kwargs")
@@ -145,7 +145,7 @@ def _fsdp_of(training: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mapping_of(training: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A mapping of the file, or in the JSON file that it names; empty without one. ConfigError names the key."""
+    """Return a mapping of the file, or of the JSON file that it names; empty without one. ConfigError."""
     given = training.get(key) or {}
     if isinstance(given, str):
         try:

@@ -31,7 +31,8 @@ LIMITS = {"losses": 1e-6, "grad_norms": 1e-5}
 
 
 def max_rel_diff(values: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest |value - reference| / |reference|; NaN if any is NaN, infinite if the counts differ or are 0."""
+    """Return the largest |value - reference| / |reference|; NaN if any is NaN, infinite if the counts differ or
+    are 0."""
     if len(values) != len(reference) or not values:
         return math.inf
     pairs = zip(values, reference, strict=True)

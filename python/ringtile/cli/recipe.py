@@ -59,7 +59,8 @@ class DataConfig(Section):
 
 @functools.cache
 def training_types() -> dict[str, Any]:
-    """The keys of TrainingArguments with their types; two take bool, and three no number below 1, unlike annotated."""
+    """Return the keys of TrainingArguments with their types; two take bool, and three no number below 1, unlike
+    annotated."""
     hints = typing.get_type_hints(TrainingArguments)
     counts = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
     hints |= dict.fromkeys(("fsdp", "resume_from_checkpoint"), bool | str | None) | dict.fromkeys(counts, Count)
@@ -106,14 +107,14 @@ class Recipe:
             raise ConfigError(f"{path}: {error}") from None
 
     def alone(self, data_parallel_size: int, output_dir: str) -> Recipe:
-        """The same training in one plain process: no context parallelism, no tiles, the same rows per step."""
+        """Return the same training in one plain process: no context parallelism, no tiles, the same rows per step."""
         rows = self.training.get("per_device_train_batch_size", TrainingArguments.per_device_train_batch_size)
         training = {key: value for key, value in self.training.items() if key not in ENGINES}
         training |= {"per_device_train_batch_size": rows * data_parallel_size, "output_dir": output_dir}
         return dataclasses.replace(self, training=training | {"push_to_hub": False}, ringtile=Config())
 
     def mapping(self) -> dict[str, Any]:
-        """What `load` reads, in plain types and without tokens of a hub."""
+        """Return the keys that `load` reads, in plain types and without tokens of a hub."""
         training = {key: value for key, value in self.training.items() if not key.endswith("token")}
         sections = {"model": self.model, "data": dataclasses.asdict(self.data), "training": training}
         return sections | self.ringtile.given

@@ -67,7 +67,7 @@ def make_model(recipe: Recipe, encoder: Encoder) -> PreTrainedModel:
 
 
 def read_rows(recipe: Recipe, encoder: Encoder, key: str) -> Any:
-    """The rows of data.files or data.eval_files."""
+    """Return the rows of data.files or data.eval_files."""
     documents = load_documents(getattr(recipe.data, key), recipe.data.text_column, f"data.{key}")
     return make_rows(documents, recipe, encoder, f"data.{key}")
 
@@ -121,7 +121,7 @@ def train(recipe: Recipe) -> dict[str, Any]:
 
 
 def train_alone(recipe: Recipe, data_parallel_size: int) -> dict[str, Any]:
-    """What the same training logs in one separate process, with the threads of all ranks of this machine."""
+    """Return the report of the same training in one separate process, with the threads of all ranks of this machine."""
     environment = without_torchrun()
     environment["OMP_NUM_THREADS"] = str(torch.get_num_threads() * local_world_size())
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve each other on a busy machine

@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def compare_bits(recipe: Recipe, arguments: Any) -> Outcome:
-    """A forward of the first batch on the ranks of a group, and on each rank alone: every layer's output, and the loss,
-    bit for bit. Status 1: one differs. ConfigError."""
+    """Compare a forward of the first batch on the ranks of a group with one on each rank alone, bit for bit: every
+    layer's output, and the loss. Status 1: one differs. ConfigError."""
     config, encoder = recipe.ringtile, make_encoder(recipe)
     if not config.reproducible or config.context_parallel_size == 1:
         raise ConfigError(
@@ -116,7 +116,7 @@ def compare_bits(recipe: Recipe, arguments: Any) -> Outcome:
 def tensors_of_forward(
     recipe: Recipe, encoder: Encoder, arguments: Any, rows: list[Any], size: int
 ) -> dict[str, Tensor]:
-    """Of a batch of rows on `size` ranks, without an engine: the output (B, S, E) of each layer, and the loss ()."""
+    """Return the output (B, S, E) of each layer, and the loss (), for rows on `size` ranks without an engine."""
     with refusing("training.seed"):
         set_seed(arguments.seed)
     model, collate, found = make_model(recipe, encoder), make_collator(encoder.end), dict[str, Tensor]()
@@ -138,13 +138,13 @@ def tensors_of_forward(
 
 
 def default_data() -> dict[str, Any]:
-    """The `data` section for a file without one: ringtile's own source, tokenized as bytes."""
+    """Return the `data` section for a file without one: ringtile's own source, tokenized as bytes."""
     folder = pathlib.Path(ringtile.__file__).parent
     return {"files": [str(folder / "**" / "*.py")], "seq_len": DEFAULT_SEQ_LEN, "tokenizer": "bytes"}
 
 
 def verdict(proofs: list[dict[str, Any]], report: dict[str, Any]) -> dict[str, Any]:
-    """The rows of the table, and whether all of them hold."""
+    """Return the rows of the table, and whether all of them hold."""
     names = {"losses": "loss", "grad_norms": "gradient norm"}
     rows = [*proofs, *_of_first_batch(report["first_batch"])]
     for key, limit in LIMITS.items():
@@ -155,7 +155,7 @@ def verdict(proofs: list[dict[str, Any]], report: dict[str, Any]) -> dict[str, A
 
 
 def _of_first_batch(found: dict[str, float] | None) -> list[dict[str, Any]]:
-    """The rows of what `hf/first_batch.py` found: differences over those that rounding makes."""
+    """Return the rows of the check of the first batch: differences over those that rounding makes."""
     from ringtile.first_batch.run import TIMES
 
     names = {"forward": "hidden states", "loss": "loss", "backward": "gradients"}

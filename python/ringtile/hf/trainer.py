@@ -56,9 +56,12 @@ _ENDED = "_ringtile_ended"  # of a Trainer whose model another one has taken ove
 def enable(trainer: Trainer, config: Config | Mapping[str, Any] | str | os.PathLike[str]) -> Patches:
     """Switch on what `config` asks for, on this Trainer only; call it before train() or evaluate(), on every rank.
 
+    ringtile.enable(trainer, {"context_parallel_size": 2, "tiled_mlp": True})
+    trainer.train()  # under torchrun
+
     config: a Config, a mapping of its keys, or the path of a YAML file. Without context_parallel_size, the size comes
     from accelerate's ParallelismConfig(cp_size=...). Where it asks for nothing, nothing is replaced. Returns the record
-    of everything replaced; enabling again with the same config changes nothing.
+    of everything replaced, which `ringtile.restore(trainer)` undoes; enabling again with the same config does nothing.
     Raises ConfigError (also for a second, different config), RefusedError for what would not be exact, InputError.
     """
     if not isinstance(trainer, Trainer):

@@ -51,7 +51,12 @@ class RankCost:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes and flops of one attention layer, forward and backward, by rank (`ranks`); `str(plan)` is a table."""
+    """Bytes and flops of one attention layer; `str(plan)` is a table.
+
+    - seq_len: tokens. scheme: as text. shape: of the layer. ranks: a RankCost each.
+    - forward_bytes, backward_bytes: bytes that all ranks send. forward_flops, backward_flops: of all ranks.
+    - imbalance: pairs of the busiest rank over the mean.
+    """
 
     seq_len: int
     ranks: tuple[RankCost, ...]
@@ -140,15 +145,19 @@ def plan_attention(
 ) -> Plan:
     """Return what one attention layer moves and computes, exactly, before anything runs.
 
-    num_heads H, num_kv_heads G, head_dim D, v_head_dim Dv (D if None); dtype of q, k, v; batch B (the rows of the
-    mask if None); scheme as in ShardedSequence. n needed keys of another rank cost B n g (D + Dv) elements of dtype in
-    the forward, for the g kv heads that the rank works on; in the backward the same again, and as many elements of dk,
-    dv in the state dtype the other way. Where ranks share heads, each token costs, for each head that another rank
-    works on, D elements there (q) and Dv back (out), and D + Dv there for each kv head (k, v); in the backward Dv there
-    (dout) and D back (dq), and D + Dv back for each kv head (dk, dv; in the state dtype where several ranks add to
-    one). With return_lse each token and head costs a float64 more: lse back, its gradient there. latent_dim: of
-    `ring_attention` with expand, the numbers of a token in k and v, which in a ring travel in place of g (D + Dv) if
-    they are less.
+    print(plan_attention(IntervalMask.causal(S), Layout.zigzag(S, 8), num_heads=32, num_kv_heads=8, head_dim=128,
+                         dtype=torch.bfloat16))
+
+    num_heads H, num_kv_heads G, head_dim D, v_head_dim Dv (D if None); dtype of q, k, v; batch B (the rows of the mask
+    if None); scheme as in ShardedSequence; latent_dim: numbers of a latent of `ring_attention` with expand, sent in
+    place of g (D + Dv) if they are fewer. Elements that a rank sends, of dtype, sums in the state dtype:
+
+        ring       for n keys and g kv heads that another rank needs: forward n g (D + Dv); backward the same, and as
+                   many of dk, dv back
+        ulysses    for each token and query head that another rank works on: forward D (q) there, Dv (out) back;
+                   backward Dv (dout) there, D (dq) back; with return_lse a float64 more each way. For each kv head:
+                   forward D + Dv (k, v) there, backward D + Dv (dk, dv) back
+
     Raises InputError when mask, layout and numbers do not fit each other.
     """
     check_types(mask, layout)

@@ -58,7 +58,7 @@ _running: contextvars.ContextVar[Recurring | None] = contextvars.ContextVar("run
 
 @contextlib.contextmanager
 def running_on(chunk: Recurring) -> Iterator[None]:
-    """The layer runs on the chunk inside."""
+    """Let the layer run on the chunk inside."""
     token = _running.set(chunk)
     try:
         yield
@@ -67,12 +67,12 @@ def running_on(chunk: Recurring) -> Iterator[None]:
 
 
 def running_chunk() -> Recurring | None:
-    """The chunk on which a layer runs now, in this thread; None: it runs on all tokens of the rank."""
+    """Return the chunk on which a layer runs now, in this thread; None: it runs on all tokens of the rank."""
     return None if torch.compiler.is_compiling() else _running.get()
 
 
 def _numbered(seq_idx: Tensor, tokens: slice) -> Tensor:
-    """The chunk's part of seq_idx (B or 1, N), as kernels.py takes it: a first document that goes on is 0."""
+    """Return the chunk's part of seq_idx (B or 1, N), as kernels.py takes it: a first document that goes on is 0."""
     of_chunk = seq_idx[:, tokens]
     if tokens.start == 0:
         return of_chunk

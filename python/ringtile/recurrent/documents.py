@@ -83,7 +83,8 @@ class Stretch(NamedTuple):
 
     @property
     def only(self) -> Segment | None:
-        """The segment that is the whole stretch, if there is one, and its state alone goes out: as in documents."""
+        """Return the segment that is the whole stretch, if there is one and only its state goes out; as in
+        documents."""
         (segments, passed_on, _), *others = self.walks
         alone = not others and len(segments) == 1 and passed_on in ((), (self.num_received,))
         return segments[0] if alone else None
@@ -116,7 +117,7 @@ class Facts:
 
     @functools.cached_property
     def whole(self) -> Stretch:
-        """The sequence as one stretch."""
+        """Return the sequence as one stretch."""
         return self.forest.fill(Stretch(0, self.layout.seq_len, None, None, 0, 0, ()), 0)
 
     def windows(self, before: int) -> tuple[Tensor, ...]:

@@ -49,25 +49,25 @@ class Sequences:
         return self.cu_seqlens.numel() - 1
 
     def pack(self, *tensors: Tensor) -> list[Tensor]:
-        """(B, N, ...) -> (1, T, ...), where no tokens precede a document."""
+        """Return (B, N, ...) -> (1, T, ...), where no tokens precede a document."""
         return [take(x.flatten(0, 1), self.taken)[None] for x in tensors]
 
     def unpack(self, x: Tensor) -> Tensor:
-        """(1, T, ...) -> (B, N, ...), 0 for padding."""
+        """Return (1, T, ...) -> (B, N, ...), 0 for padding."""
         x = take(x[0], self.own)
         if self.tokens is not None:
             x = x.new_zeros(self.size[0] * self.size[1], *x.shape[1:]).index_copy(0, self.tokens, x)
         return x.view(*self.size, *x.shape[1:])
 
     def initial(self, state: Tensor | None) -> Tensor | None:
-        """(B, ...) -> (n, ...): the state that each sequence begins with; None: 0."""
+        """Return (B, ...) -> (n, ...): the state that each sequence begins with; None: 0."""
         if state is None or self.going_on is None or not self.num_rows_going_on:
             return state if self.num_rows_going_on else None
         zeros = state.new_zeros(self.num_sequences, *state.shape[1:])
         return zeros.index_copy(0, self.going_on, state.index_select(0, self.rows_going_on))
 
     def final(self, states: Tensor, initial: Tensor | None) -> Tensor:
-        """(n, ...) -> (B, ...): the state after the last token of each batch row."""
+        """Return (n, ...) -> (B, ...): the state after the last token of each batch row."""
         if self.has_empty_rows:
             kept = states.new_zeros(self.size[0], *states.shape[1:]) if initial is None else initial
             states = torch.cat([states, kept.to(states.dtype)])

@@ -172,7 +172,7 @@ def walk(
 
 
 def _rows_of(parts: list[Tensor], length: int) -> Tensor:
-    """(B, n, ...) of several branches -> (branches B, length, ...), padded."""
+    """Return (B, n, ...) of several branches -> (branches B, length, ...), padded."""
     widths = ((0, 0) * (parts[0].dim() - 2) + (0, length - part.size(1)) for part in parts)
     return torch.cat([functional.pad(part, width) for part, width in zip(parts, widths, strict=True)])
 

@@ -116,7 +116,7 @@ class IntervalMask:
 
     @classmethod
     def of_bounds(cls, begin: Tensor, end: Tensor) -> IntervalMask:
-        """The inverse of `bounds`; also with one side, (1, B or 1, S)."""
+        """Return the mask with these bounds, the inverse of `bounds`; also with one side, (1, B or 1, S)."""
         if begin.dim() != 3 or end.shape != begin.shape or begin.size(0) not in (1, 2):
             return cls(begin, end)
         return cls(*(bound for side in zip(begin, end, strict=True) for bound in side))
@@ -127,7 +127,7 @@ class IntervalMask:
 
     @functools.cached_property
     def num_keys(self) -> Tensor:
-        """int64 (B or 1, S): how many keys each query attends."""
+        """Return int64 (B or 1, S): how many keys each query attends."""
         if self.key_begin is None or self.key_end is None:
             return (self.end - self.begin).long()
         num_keys: Tensor = ops.mask_hulls(self.begin, self.end, self.key_begin, self.key_end)[0]
@@ -147,7 +147,7 @@ class IntervalMask:
         return torch.where(self.key_begin == first, 0, self.key_begin), loose_end
 
     def __and__(self, other: IntervalMask) -> IntervalMask:
-        """A query attends what both masks let it attend; a mask of one row meets every row of the other."""
+        """Let a query attend what both masks let it attend; a mask of one row meets every row of the other."""
         if not isinstance(other, IntervalMask):
             raise InputError(f"the other mask is a {type(other).__name__}; expected an IntervalMask")
         if self.seq_len != other.seq_len:
@@ -165,7 +165,7 @@ class IntervalMask:
         return IntervalMask(*of_queries, *(x.expand_as(of_queries[0]) for x in (key_begin, key_end)))
 
     def last_keys(self, window: int, *, first: int = 0) -> IntervalMask:
-        """A query attends the last `window` of its keys: a causal sliding window along each way of a tree.
+        """Let a query attend the last `window` of its keys: a causal sliding window along each way of a tree.
 
         `self & sliding_window` counts rows instead, among them those of other branches. first: and the first so many of
         its keys (StreamingLLM, arXiv:2309.17453), of a mask with one side. MaskNotExpressibleError names the first
@@ -208,7 +208,8 @@ class IntervalMask:
         return self._of_hulls((end - begin).sum(0), (self.begin, self.end), of_keys, attends)
 
     def padded(self, padding: int, *, attends: bool = False) -> IntervalMask:
-        """The mask of a sequence with that many more tokens at its end, which attend nothing and are not attended.
+        """Return the mask of a sequence with that many more tokens at its end, which attend nothing and are not
+        attended.
 
         attends: they attend each other, causally, so that what a model makes of them is no vector of zeros.
         """
@@ -243,13 +244,13 @@ class IntervalMask:
 
     @classmethod
     def full(cls, seq_len: int) -> IntervalMask:
-        """Every query attends every key."""
+        """Let every query attend every key."""
         begin = torch.zeros_like(_positions(seq_len))
         return cls._of(begin, torch.full_like(begin, seq_len))
 
     @classmethod
     def causal(cls, seq_len: int) -> IntervalMask:
-        """A query attends itself and all keys before it."""
+        """Let a query attend itself and all keys before it."""
         end = _positions(seq_len, 1)
         return cls._of(torch.zeros_like(end), end)
 
@@ -269,7 +270,8 @@ class IntervalMask:
 
     @classmethod
     def prefix_lm(cls, seq_len: int, prefix_len: int) -> IntervalMask:
-        """The first prefix_len tokens attend each other in both directions; the rest is causal (arXiv:1910.10683)."""
+        """Let the first prefix_len tokens attend each other in both directions; the rest is causal
+        (arXiv:1910.10683)."""
         seq_len, prefix_len = arguments.check_int("seq_len", seq_len), arguments.check_int("prefix_len", prefix_len)
         if not 0 <= prefix_len <= seq_len:
             raise InputError(f"prefix_len is {prefix_len}; expected 0..{seq_len}")
@@ -331,7 +333,7 @@ class IntervalMask:
 
     @classmethod
     def tree(cls, parents: tree.Numbers, lengths: tree.Numbers, causal: bool = True) -> IntervalMask:
-        """A token attends the tokens of its node's ancestors, and those of its node up to itself.
+        """Let a token attend the tokens of its node's ancestors, and those of its node up to itself.
 
         parents: of each node, in depth-first order, or -1 for a root; lengths: tokens of each node. Or one such
         list per batch row, all of the same number of tokens. Several trees in a row do not attend each other. Not
@@ -341,7 +343,7 @@ class IntervalMask:
 
     @classmethod
     def shared_prefix(cls, prompt: int, completions: Sequence[int]) -> IntervalMask:
-        """A prompt of so many tokens, then its completions: each attends the prompt and itself, causally."""
+        """Return the mask of a prompt and its completions: each attends the prompt and itself, causally."""
         return cls.tree([-1, *[0] * len(completions)], [prompt, *completions])
 
     @classmethod
@@ -422,7 +424,8 @@ class IntervalMask:
         of_keys: Callable[[], tuple[Tensor, Tensor]],
         attends: Callable[[int, int, int], Tensor],
     ) -> IntervalMask:
-        """The mask of pairs: of num_keys keys of each query, between bounds of each query, or else of each key too.
+        """Return the mask of pairs: of num_keys keys of each query, between bounds of each query, or else of each key
+        too.
 
         attends(row, 0, query): bool (S,), what that query attends; attends(row, 1, key): what attends that key.
         """
@@ -452,7 +455,8 @@ class IntervalMask:
 
 
 def _of_each_token(lengths: Sequence[Tensor], steps: Sequence[Tensor]) -> Tensor:
-    """int32 (B, S): the sum of the steps up to the document of each token; both int64 CPU (documents,) of each row."""
+    """Return int32 (B, S): the sum of the steps up to the document of each token; both int64 CPU (documents,) of each
+    row."""
     sums = torch.zeros(len(lengths), int(lengths[0].sum()), dtype=torch.int32, device="cpu")
     for row, length, step in zip(sums, lengths, steps, strict=True):
         some = length > 0  # of empty ones at the end of the row there is no first token
@@ -462,7 +466,7 @@ def _of_each_token(lengths: Sequence[Tensor], steps: Sequence[Tensor]) -> Tensor
 
 
 def _positions(seq_len: int, first: int = 0) -> Tensor:
-    """int32 (1, S): first, first + 1, ..."""
+    """Return int32 (1, S): first, first + 1, ..."""
     _check_seq_len(arguments.check_int("seq_len", seq_len))
     return torch.arange(first, first + seq_len, dtype=torch.int32, device="cpu")[None]
 

@@ -66,7 +66,7 @@ class PlannedRound:
 
     @property
     def is_idle(self) -> bool:
-        """Whether this rank has nothing to compute, to send or to receive."""
+        """Return whether this rank has nothing to compute, to send or to receive."""
         return self.num_keys == 0 and not any(each.num_keys for each in self.outgoing)
 
 
@@ -82,7 +82,7 @@ class RankPlan:
 
     @functools.cached_property
     def busy_rounds(self) -> tuple[PlannedRound, ...]:
-        """All but idle ones, and the first in any case."""
+        """Return the rounds that are not idle, and the first in any case."""
         return tuple(round for round in self.rounds if round.index == 0 or not round.is_idle)
 
 

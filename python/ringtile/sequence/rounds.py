@@ -150,13 +150,13 @@ class Round:
 
     @functools.cached_property
     def pieces(self) -> tuple[Sequence[Piece], ...] | None:
-        """The pieces of each row of the mask; None where it takes too many."""
+        """Return the pieces of each row of the mask; None where it takes too many."""
         of = self.queries
         return find_pieces(of.begin, of.end, self.k_runs, self.key_bounds, of.positions)
 
     @functools.cached_property
     def squares(self) -> list[tuple[slice, Square]]:
-        """The pieces in squares, each with the rows of the batch that it is of."""
+        """Return the pieces in squares, each with the rows of the batch that have it."""
         pieces = self.pieces or ()
         rows = [slice(None)] if len(pieces) == 1 else [slice(row, row + 1) for row in range(len(pieces))]
         return [(at, square) for at, of_row in zip(rows, pieces, strict=True) for square in squares(of_row)]

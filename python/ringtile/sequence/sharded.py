@@ -234,7 +234,7 @@ class ShardedSequence:
 
     @functools.cached_property
     def ring(self) -> Ring:
-        """The ring of this rank. InputError: the scheme is not resolved."""
+        """Return the ring of this rank. InputError: the scheme is not resolved."""
         size = self._scheme.ranks_per_group(self.world_size)
         (group, place), layout, heads = divmod(self.rank, size), self.layout, None
         if size > 1:
@@ -249,7 +249,7 @@ class ShardedSequence:
 
     @functools.cached_property
     def digests(self) -> tuple[int, int]:
-        """Those of the layout and of the mask, 64 bits each; compared across ranks."""
+        """Return 64 bits of the layout and 64 of the mask; compared across ranks."""
         return self.layout.digest, self.mask.digest
 
     def rounds_on(self, device: torch.device) -> tuple[Round, ...]:

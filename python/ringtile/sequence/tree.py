@@ -33,7 +33,7 @@ class Node(NamedTuple):
 
 
 def nodes(parents: Sequence[int], lengths: Sequence[int]) -> list[Node]:
-    """The nodes of one row. InputError: they are no tree in depth-first order."""
+    """Return the nodes of one row. InputError: they are no tree in depth-first order."""
     if len(parents) != len(lengths):
         raise InputError(f"parents has {len(parents)} nodes, lengths {len(lengths)}; expected as many")
     found: list[Node] = []
@@ -60,7 +60,7 @@ def nodes(parents: Sequence[int], lengths: Sequence[int]) -> list[Node]:
 
 
 def rows_of(parents: Numbers, lengths: Numbers) -> list[list[Node]]:
-    """The nodes of each row. InputError: not integers, or rows of unequal length."""
+    """Return the nodes of each row. InputError: not integers, or rows of unequal length."""
     try:
         given: list[list[Any]] = [list(parents), list(lengths)]
         if not any(isinstance(row, Sequence) for rows in given for row in rows):
@@ -110,7 +110,7 @@ def bounds(parents: Numbers, lengths: Numbers, causal: bool) -> list[Tensor]:
 
 
 def tree_position_ids(parents: Numbers, lengths: Numbers) -> Tensor:
-    """int64 (B, S): how many tokens come before each on its way from the root, as for the positions of RoPE.
+    """Return int64 (B, S): how many tokens come before each on its way from the root, as for the positions of RoPE.
 
     parents and lengths as in `IntervalMask.tree`. InputError.
     """
@@ -120,7 +120,7 @@ def tree_position_ids(parents: Numbers, lengths: Numbers) -> Tensor:
 
 
 def _by_token(numbers: list[int], row: list[Node]) -> Tensor:
-    """int64 (S): the number of the node of each token."""
+    """Return int64 (S): the number of the node of each token."""
     of_nodes = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     lengths = torch.tensor([node.end - node.begin for node in row], dtype=torch.int64, device="cpu")
     return torch.repeat_interleave(of_nodes, lengths)

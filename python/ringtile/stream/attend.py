@@ -64,7 +64,7 @@ class Chunk(abc.ABC):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The layer runs inside."""
+        """Let the layer run inside."""
         token = _running.set(self)
         try:
             yield
@@ -90,7 +90,8 @@ _running: contextvars.ContextVar[Chunk | None] = contextvars.ContextVar("running
 
 
 def running_chunk() -> Chunk | None:
-    """The chunk on which a layer runs now, in this thread. Never in a compiled model: to ask would break its graph."""
+    """Return the chunk on which a layer runs now, in this thread. Never in a compiled model: to ask would break its
+    graph."""
     return None if torch.compiler.is_compiling() else _running.get()
 
 
@@ -142,7 +143,7 @@ class CausalChunk(Chunk):
         return out
 
     def slot(self, q: Tensor, v: Tensor) -> keep.Slot | None:
-        """Where the layer keeps out and lse of this call; None: they are computed again in the backward."""
+        """Return where the layer keeps out and lse of this call; None: they are computed again in the backward."""
         if self.what == "keys":
             return None
         num_bytes = q.shape[:3].numel() * (v.size(3) * v.itemsize + 8)
@@ -172,7 +173,7 @@ def _call_of(
     dropout: AttentionDropout | None = None,
     attention_kernel: str = "auto",
 ) -> AttentionCall:
-    """The call, checked. InputError."""
+    """Return the call, checked. InputError."""
     scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
     shape = check_tensors(q, k, v, scale, softcap, sinks, None if dropout is None else dropout.rows)
     sequence.check_call("q", q)
@@ -245,7 +246,8 @@ _rounds: weakref.WeakKeyDictionary[ShardedSequence, _Rounds] = weakref.WeakKeyDi
 
 
 def _round_of(sequence: ShardedSequence, chunk: CausalChunk, q: Tensor) -> tuple[slice, Round]:
-    """Which keys the chunk's queries attend: from the first that one of them attends to the last; and the round."""
+    """Return which keys the chunk's queries attend: from the first that one of them attends to the last; and
+    the round."""
     # Slices of several rows are not one piece of memory, which libraries' kernels need of dk and dv.
     one_row, rounds = q.size(0) == 1, _rounds.setdefault(sequence, _Rounds()).of
     key = chunk.tokens.start, chunk.tokens.stop, q.device, one_row
@@ -264,7 +266,8 @@ def _round_of(sequence: ShardedSequence, chunk: CausalChunk, q: Tensor) -> tuple
 
 
 def _bounds(sequence: ShardedSequence, tokens: slice) -> tuple[Tensor, Tensor]:
-    """int32 (B or 1, t), begin and end of the keys that the tokens attend. RefusedError: some are after the tokens."""
+    """Return int32 (B or 1, t), begin and end of the keys that the tokens attend. RefusedError: some are after the
+    tokens."""
     begin, end = (x[..., tokens] for x in (sequence.begin, sequence.end))
     end = torch.maximum(begin, end)  # of a query that attends nothing, both are the same
     ahead = (end > begin) & (end > tokens.stop)
@@ -278,8 +281,8 @@ def _bounds(sequence: ShardedSequence, tokens: slice) -> tuple[Tensor, Tensor]:
 
 
 def attends_no_later_chunk(sequence: ShardedSequence, num_tokens: int) -> bool:
-    """Whether this rank holds the sequence, in order, and no query attends a later chunk of so many tokens than its
-    own, so that its layers take one pass."""
+    """Return whether this rank holds the sequence, in order, and no query attends a later chunk of so many tokens than
+    its own, so that its layers take one pass."""
     of = _rounds.setdefault(sequence, _Rounds())
     if num_tokens not in of.is_causal:
         with _disable_current_modes():
@@ -293,7 +296,7 @@ def attends_no_later_chunk(sequence: ShardedSequence, num_tokens: int) -> bool:
 
 
 def _chunk_ends(sequence: ShardedSequence, num_tokens: int) -> Tensor:
-    """(S,): where the chunk of each token ends."""
+    """Return (S,): where the chunk of each token ends."""
     return (torch.arange(sequence.seq_len) // num_tokens + 1) * num_tokens
 
 
@@ -320,7 +323,7 @@ class Whole(abc.ABC):
 
     @abc.abstractmethod
     def backward(self, dout: Tensor) -> list[Tensor | None]:
-        """The gradients of the inputs."""
+        """Return the gradients of the inputs."""
 
 
 @dataclass(eq=False)

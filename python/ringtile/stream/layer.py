@@ -46,11 +46,11 @@ class Rest:
 
     @property
     def differentiable(self) -> list[int]:
-        """The indices of tensors that need a gradient."""
+        """Return the indices of tensors that need a gradient."""
         return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
     def on(self, tokens: slice, instead: dict[int, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments on a chunk, some leaves replaced by such of the chunk."""
+        """Return the arguments on a chunk, some leaves replaced by those of the chunk."""
         leaves = [instead[i] if i in instead else self.cut(leaf, i, tokens) for i, leaf in enumerate(self.leaves)]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
@@ -199,7 +199,7 @@ class _Chunks(abc.ABC):
         """Adds to the gradients."""
 
     def _inputs(self, tokens: slice, x: Tensor, grads: _Grads) -> tuple[Tensor, dict[int, Tensor]]:
-        """A chunk's leaves: x, and the arguments that need a gradient, by index."""
+        """Return a chunk's leaves: x, and the arguments that need a gradient, by index."""
         cut = {i: self.rest.cut(self.rest.leaves[i], i, tokens) for i in grads.dextra}
         return x.detach().requires_grad_(grads.dx is not None), {
             i: leaf.detach().requires_grad_() for i, leaf in cut.items()
@@ -250,7 +250,8 @@ class _Chunks(abc.ABC):
         return self._differentiate(again, rows, of_chunk, tokens, leaves, grads, taken)
 
     def _rows(self, result: Any, tokens: slice) -> list[Tensor | None]:
-        """The outputs on a chunk, (B, t, ...) each: those that are so already themselves, others in that shape."""
+        """Return the outputs on a chunk, (B, t, ...) each: those that are so already themselves, others in that
+        shape."""
         shape, rows = (self.batch, tokens.stop - tokens.start), list[Tensor | None]()
         for index, out in enumerate(as_tuple(result)):
             if out is None or (isinstance(out, Tensor) and out.shape[:2] == shape):
@@ -266,7 +267,7 @@ class _Chunks(abc.ABC):
         return rows
 
     def _by_rows(self, x: Tensor, num_tokens: int) -> Tensor:
-        """(B*t, ...) -> (B, t, ...)"""
+        """Return (B*t, ...) -> (B, t, ...)"""
         return x.view(self.batch, num_tokens, *x.shape[1:])
 
 
@@ -366,7 +367,7 @@ class _Passes(_Chunks):
             self._backward_pass(again, x, outs, douts, grads, of_inputs, has_tokens)
 
     def _whole(self, again: Again, x: Tensor, outs: list[Tensor]) -> Whole:
-        """The next call: a pass without gradients."""
+        """Run the next call: a pass without gradients."""
         found, read, taken = list[Whole](), Reader(x, self.order), [Reader(out, self.order) for out in outs]
         with torch.no_grad():
             for tokens in tiles(self.seq_len, self.tokens):
@@ -384,7 +385,7 @@ class _Passes(_Chunks):
         of_inputs: list[Tensor | None] | None,
         has_tokens: Sequence[bool],
     ) -> None:
-        """A pass with gradients: of_inputs are those of the call at which it ends; None: it is the last pass."""
+        """Run a pass with gradients. of_inputs: those of the call at which it ends; None: it is the last pass."""
         read, taken = Reader(x, self.order), [Reader(out, self.order) for out in outs]
         of_layer = grads.readers(self.order) if of_inputs is None else []
         so_far = [Reader(dout.close(), self.order) for dout in douts] if of_inputs is not None else []
@@ -421,7 +422,7 @@ class _Passes(_Chunks):
         before: Tensor | None,
         grads: _Grads,
     ) -> list[Tensor | None]:
-        """A chunk up to its next call. of_chunk: the gradients of what that takes."""
+        """Go back through a chunk to its next call. of_chunk: the gradients of what that takes."""
         leaves = self._inputs(chunk.tokens, x, grads)
         self._end_at_call(again, chunk, leaves[0], leaves[1])
         return self._differentiate(again, chunk.made, of_chunk, chunk.tokens, leaves, grads, chunk.taken, before)
@@ -437,5 +438,5 @@ class _Grads:
     dstates: list[Tensor | None] = field(default_factory=list)  # with which recurrences end on the chunk at work
 
     def readers(self, order: Sequence[slice]) -> list[Reader | None]:
-        """Of the outputs' gradients."""
+        """Return the readers of the outputs' gradients."""
         return [None if dout is None else Reader(dout, order) for dout in self.douts]

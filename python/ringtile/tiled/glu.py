@@ -73,7 +73,7 @@ def _half(both: _Symbol, index: int) -> None:
 
 
 def _linear_of(symbol: Any) -> tuple[Any, Tensor, Tensor | None] | None:
-    """(input, weight, bias) if the symbol is the output of a linear layer with plain tensors as weights."""
+    """Return (input, weight, bias) if the symbol is the output of a linear layer with plain tensors as weights."""
     if not isinstance(symbol, _Symbol) or symbol.function is not _LINEAR:
         return None
     x, weight, bias = (*symbol.arguments, *symbol.options.values(), None)[:3]
@@ -83,7 +83,7 @@ def _linear_of(symbol: Any) -> tuple[Any, Tensor, Tensor | None] | None:
 
 
 def _activation_of(symbol: Any) -> tuple[Any, str] | None:
-    """(input, key of ops.GLU_KINDS) if the symbol is the output of an activation that has a kernel."""
+    """Return (input, key of ops.GLU_KINDS) if the symbol is the output of an activation that has a kernel."""
     if not isinstance(symbol, _Symbol) or not symbol.arguments:
         return None
     if symbol.function is nn.functional.gelu:
@@ -108,7 +108,8 @@ def _torchs_linear() -> Iterator[None]:
 
 
 def find_glu(module: nn.Module, forward: Callable[..., Any]) -> Glu | None:
-    """The projections of a module whose forward(module, x) is exactly down(act(gate(x)) * up(x)), otherwise None.
+    """Return the projections of a module whose forward(module, x) is exactly down(act(gate(x)) * up(x)), otherwise
+    None.
 
     Traces forward once on a symbol, so the decision rests on what it computes from its present weights and not on
     names: an adapter, a scale factor, dropout or a hook makes the result None. So does a forward that writes into its
@@ -151,7 +152,7 @@ def find_glu(module: nn.Module, forward: Callable[..., Any]) -> Glu | None:
 
 
 def _inputs_of(gate: Any, up: Any, x: _Symbol) -> tuple[bool, list[tuple[Tensor, Tensor | None]]] | None:
-    """(gate_first, [(weight, bias), ...]) if gate and up are linear layers of x, two of them or one fused."""
+    """Return (gate_first, [(weight, bias), ...]) if gate and up are linear layers of x, two of them or one fused."""
     outputs, gate_first = [gate, up], True
     if all(isinstance(symbol, _Symbol) and symbol.function is _half for symbol in outputs):
         (both, gate_index), (other, up_index) = gate.arguments, up.arguments
@@ -188,7 +189,7 @@ class GluTiles:
         return [None if weight is None else weight.to(self.dtype) for weight in weights]
 
     def _buffer(self, x_rows: Tensor, width: int) -> Tensor:
-        """(tile, width), reused by every tile."""
+        """Return (tile, width), reused by every tile."""
         return x_rows.new_empty((min(self.tile_tokens, x_rows.size(0)), width), dtype=self.dtype)
 
     def _gate_and_up(self, x_tile: Tensor, into: Sequence[tuple[Any, Any, slice]], both: Tensor) -> list[Tensor]:

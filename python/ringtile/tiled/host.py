@@ -27,7 +27,7 @@ class HostCopies(Protocol):
     """Copies between a device and host memory, in the order they are started, concurrently with compute."""
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether the tensor is on a device with memory of its own."""
+        """Return whether the tensor is on a device with memory of its own."""
 
     def empty(self, like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
         """Host memory for a copy of the tensor, or for one of its dtype and another shape."""
@@ -100,11 +100,11 @@ class HostTensor(Tensor):
 
     @classmethod
     def empty(cls, like: Tensor, shape: Sequence[int], copies: HostCopies) -> HostTensor:
-        """Of like's dtype and device."""
+        """Return memory of like's dtype and device."""
         return cls(copies.empty(like, shape), like.device, copies)
 
     def whole(self) -> Tensor:
-        """All of it, on the device."""
+        """Return all tokens, on the device."""
         self.check_unwritten()
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         self.copies.wait(self.copies.begin(self.host, out))
@@ -160,12 +160,12 @@ def to_host(x: Tensor, copies: HostCopies) -> Tensor:
 
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """As torch's; in host memory, if x is there, of its dtype."""
+    """Return memory as torch.empty_like does; in host memory, if x is there, of its dtype."""
     return HostTensor.empty(x, x.shape, x.copies) if isinstance(x, HostTensor) else torch.empty_like(x, dtype=dtype)
 
 
 def in_order(num_tokens: int, step: int) -> list[slice]:
-    """All chunks of so many tokens."""
+    """Yield all chunks of so many tokens."""
     return [*tiles(num_tokens, step)]
 
 
@@ -180,7 +180,7 @@ class Reader:
             x.check_unwritten()
 
     def take(self, tokens: slice) -> Tensor:
-        """(B, t, ...) on the device: a view of x, or memory of its own."""
+        """Return (B, t, ...) on the device: a view of x, or memory of its own."""
         if not isinstance(self.x, HostTensor):
             return self.x[:, tokens]
         if self._next is None or self._next[0] != tokens:  # the first, or the planner has left some out
@@ -253,7 +253,7 @@ class _Spans:
         self.order = [part for parts in self.parts for part in parts]
 
     def of(self, tile: slice) -> Iterator[tuple[slice, Tensor | None]]:
-        """Each part of a tile, and where in it the tile's rows are, int64 (t,): its length for those that are in
+        """Return each part of a tile, and where in it the tile's rows are, int64 (t,): its length for those that are in
         another. None: they are all of it."""
         for part in self.parts[tile.start // self.step]:
             length = part.stop - part.start
@@ -274,7 +274,7 @@ class RowReader:
             self._read = Reader(x.view(1, *x.shape), self._spans.order)
 
     def take(self, tile: slice) -> Tensor:
-        """(t, E), on the device."""
+        """Return (t, E), on the device."""
         if not isinstance(self.x, HostTensor):
             return self.x[self.rows[tile]]
         out: Tensor | None = None

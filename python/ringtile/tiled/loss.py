@@ -45,7 +45,8 @@ WIDENED_CLASSES = 1024  # half-precision weights are widened this many classes a
 
 
 def loss_tile_tokens(vocab_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """The default tile: as many tokens as fit LOGITS_BYTES, at least MIN_TILE_TOKENS. dtype: that of the product."""
+    """Return the default tile: as many tokens as fit LOGITS_BYTES, at least MIN_TILE_TOKENS. dtype: that of the
+    product."""
     state = ops.state_dtype(dtype)
     token_bytes = vocab_size * (state.itemsize + (0 if dtype == state else dtype.itemsize))
     num_bytes = LOGITS_BYTES.get(device_type(device), LOGITS_BYTES["cpu"])
@@ -128,7 +129,7 @@ class LossCall(NamedTuple):
 # A graph break under torch.compile: the loop over tiles writes its buffers in place.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def tiled_outputs(call: LossCall) -> Tensor:
-    """The loss of each token (...), or its reduction; with the entropy, (..., 2)."""
+    """Return the loss of each token (...), or its reduction; with the entropy, (..., 2)."""
     hidden, weight, labels, bias, reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss = call[:10]
     num_items, tile_tokens, group, chunk_tokens, total_of, entropy = call[10:]
     group = group_of(weight, group)
@@ -257,7 +258,7 @@ class _Known(NamedTuple):
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which matrices of dtype are multiplied.
+    """Return the dtype in which matrices of dtype are multiplied.
 
     float32 for half precision on a CPU without instructions for it: torch's own products are at least 5 times slower.
     """
@@ -283,11 +284,11 @@ class Job:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The shape of what is computed of each token."""
+        """Return the shape of what is computed of each token."""
         return (2,) if self.entropy else ()
 
     def _tiles(self) -> Iterator[slice]:
-        """Of the rows, one by one: the planner leaves out those that are like others."""
+        """Yield the tiles of the rows; the planner leaves out those that equal others."""
         if self.chunk_tokens is None:
             yield from tiles(self.rows.numel(), self.tile_tokens)
             return
@@ -313,8 +314,8 @@ class Job:
         weight: Tensor,
         bias: Tensor | None,
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """The outputs of each token (T, *outputs), and the gradients of sum(factors * outputs), not yet multiplied by
-        logit_scale.
+        """Return the outputs of each token (T, *outputs), and the gradients of sum(factors * outputs), not yet
+        multiplied by logit_scale.
 
         factors (T, *outputs): None for ones. needed: whether hidden (T, E), weight (V, E) and bias (V) need a gradient.
         The gradients of weight and bias are float32 (float64 for float64); hidden's has hidden's dtype, except under
@@ -396,7 +397,7 @@ class Job:
         add_linear_grads_(None, bias_sum, dlogits, x)
 
     def outputs_of_tile_(self, logits: Tensor, labels: Tensor, factors: Tensor | None, want_grad: bool) -> Tensor:
-        """The outputs of a tile (t, *outputs). If want_grad, its logits (t, v) are replaced by the gradient of
+        """Return the outputs of a tile (t, *outputs). If want_grad, its logits (t, v) are replaced by the gradient of
         sum(factors * outputs); factors (t, *outputs), None for ones."""
         by_kernel = self.vocab_parallel is None and not (self.entropy and want_grad)
         if by_kernel:  # the same bits with entropies and without

@@ -209,7 +209,7 @@ def check_parts(
 
 
 def _engine_of(part: nn.Module) -> str | None:
-    """The engine that gathers this module's parameters through hooks on the module, if there is one."""
+    """Return the engine that gathers this module's parameters through hooks on the module, if there is one."""
     if hasattr(part, "ds_id"):
         return "ZeRO-3"
     return next((_SHARDED[cls.__name__] for cls in type(part).__mro__ if cls.__name__ in _SHARDED), None)
@@ -221,7 +221,7 @@ def _like_input(rows: Tensor, x: Tensor) -> Tensor:
 
 
 def _shape(out: Tensor, x_tile: Tensor, x: Tensor) -> tuple[int, ...]:
-    """The shape of an output over all tokens, given its first tile."""
+    """Return the shape of an output over all tokens, given its first tile."""
     num_leading = x.dim() - 1
     if out.shape[:num_leading] == x_tile.shape[:-1]:
         return (*x.shape[:-1], *out.shape[num_leading:])

@@ -47,7 +47,7 @@ class _Saved:
         self.on_device, self.version = held, held._version
 
     def is_copy_of(self, tensor: Tensor) -> bool:
-        """Whether this holds the tensor itself: the same memory, unmodified since."""
+        """Return whether this holds the tensor itself: the same memory, unmodified since."""
         held = self.on_device
         return held is not None and _same_memory(held, tensor) and self.version == tensor._version
 
@@ -156,7 +156,7 @@ class ActivationOffload:
 
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors on one device are the same view of the same memory."""
+    """Return whether two tensors on one device are the same view of the same memory."""
     return (
         one.data_ptr() == other.data_ptr()
         and one.shape == other.shape

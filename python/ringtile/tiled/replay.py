@@ -30,16 +30,16 @@ class Work(Protocol):
     weights: tuple[Tensor | None, ...]
 
     def forward(self, x: Tensor, *weights: Tensor | None) -> Output:
-        """The outputs, detached."""
+        """Return the outputs, detached."""
 
     def backward(
         self, douts: Sequence[Tensor | None], needed: Sequence[bool], x: Tensor, *weights: Any
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """The gradient of x, and the weights' gradients in the dtype of their sums; None where not needed."""
+        """Return the gradient of x, and the weights' gradients in the dtype of their sums; None where not needed."""
 
 
 def run(name: str, work: Work, x: Tensor) -> Output:
-    """The outputs of a work, with its backward behind them. name: in errors."""
+    """Return the outputs of a work, with its backward behind them. name: in errors."""
     handover: list[Sequence[Tensor | None]] = []
     derivatives.check_once(name, x, *work.weights, vmap=False)
     anchor = _Keep.apply(name, work, handover, x, *work.weights)  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ class Again:
     def differentiate(
         self, outputs: Sequence[Tensor | None], douts: Sequence[Tensor | None], inputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """The gradients of the inputs; those of the weights are added to their sums."""
+        """Return the gradients of the inputs; those of the weights are added to their sums."""
         pairs = [
             (out, dout)
             for out, dout in zip(outputs, douts, strict=True)

@@ -40,7 +40,7 @@ def at_most(tile_tokens: int) -> contextlib.AbstractContextManager[None]:
 
 
 def tile_limit() -> int | None:
-    """What `at_most` says; None outside of it."""
+    """Return the limit of `at_most`; None outside of it."""
     return _limit.get()
 
 
@@ -53,7 +53,7 @@ def as_on(device_type: str) -> contextlib.AbstractContextManager[None]:
 
 
 def device_type(device: torch.device) -> str:
-    """The type of the device whose tiles these are."""
+    """Return the type of the device whose tiles these are."""
     return _device_type.get() or device.type
 
 
@@ -64,7 +64,7 @@ def check_tile_tokens(tile_tokens: int) -> None:
 
 
 def compute_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype in which a linear layer multiplies x by weight here: autocast's, which never touches float64.
+    """Return the dtype in which a linear layer multiplies x by weight here: autocast's, which never touches float64.
 
     InputError: the dtypes differ and autocast does not unify them.
     """

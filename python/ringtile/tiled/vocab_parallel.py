@@ -73,7 +73,8 @@ class VocabParallel:
         return x
 
     def own(self, labels: Tensor, num_local_classes: int) -> tuple[Tensor, Tensor]:
-        """The tokens of a tile whose labels (t) this rank holds, and the columns of these labels in its logits."""
+        """Return the tokens of a tile whose labels (t) this rank holds, and the columns of these labels in its
+        logits."""
         own = labels - self.first_class
         (rows,) = torch.nonzero((own >= 0) & (own < num_local_classes), as_tuple=True)
         return rows, own[rows]
@@ -211,7 +212,7 @@ def _chunks(logits: Tensor) -> Iterator[Tensor]:
 
 
 def group_of(weight: Any, group: Group | None) -> Group | None:
-    """The group that a call of the loss is over, as far as its unchecked arguments say."""
+    """Return the group that a call of the loss is over, as far as its unchecked arguments say."""
     tensor = sys.modules.get("torch.distributed.tensor")  # a DTensor can only exist if this has been imported
     if group is None and tensor is not None and isinstance(weight, tensor.DTensor) and weight.device_mesh.ndim == 1:
         mesh_group: Group = weight.device_mesh.get_group()

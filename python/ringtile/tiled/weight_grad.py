@@ -28,12 +28,13 @@ def new_grad_sums(weights: Sequence[Tensor | None], needed: Sequence[bool]) -> l
 
 
 def round_grad_sums(sums: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Each sum as a gradient of its input: rounded once, to that input's dtype."""
+    """Return each sum as a gradient of its input: rounded once, to that input's dtype."""
     return [None if total is None or x is None else total.to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
 
 
 def sums_16_bit_products(device: torch.device) -> bool:
-    """Whether 16-bit matrices are multiplied there with sums, and a result, of float32: by CUDA's tensor cores."""
+    """Return whether 16-bit matrices are multiplied there with sums, and a result, of float32: by CUDA's tensor
+    cores."""
     return device_type(device) == "cuda"
 
 
@@ -41,7 +42,7 @@ _tried: dict[tuple[torch.device, torch.dtype], bool] = {}
 
 
 def _adds_in_place(x: Tensor) -> bool:
-    """Whether torch.addmm adds products of matrices like x to a float32 sum where it is, unrounded: tried once.
+    """Return whether torch.addmm adds products of matrices like x to a float32 sum where it is, unrounded: tried once.
 
     So it does on CUDA since torch 2.10; else a product is written beside the sum, read again, and added.
     """
@@ -100,7 +101,7 @@ class WeightGradSums(TorchFunctionMode):
         self.index = {id(weight): index for index, weight in enumerate(weights)}
 
     def sum_of(self, index: int) -> Tensor:
-        """The sum for the weight at that index, allocated on first use."""
+        """Return the sum for the weight at that index, allocated on first use."""
         total = self.sums[index]
         if total is None:
             (total,) = new_grad_sums([self.weights[index]], [True])
