@@ -116,7 +116,7 @@ class Trace:
         self._handles: list[Any] = []
         self._generator: dict[torch.device, torch.Generator] = {}
         self._waiting: ModelCall | None = None  # for its language model
-        # Of all numbers that a module takes, returns or gets a gradient for, of padding and of experts too: bool ().
+        # Whether all that a module returns, and all gradients of that, those of experts too, are finite: bool ().
         self.finite: dict[tuple[str, str], Tensor] = {}
         self.whole = False  # whether nothing is sharded in this run
 
@@ -212,11 +212,11 @@ class Trace:
             return None
         event = self._inside.pop()._replace(kind="output")
         found = output[0] if isinstance(output, (tuple, list)) and output else output
-        self._note(event, found)
         if not isinstance(found, Tensor) or self._tokens(found) is None:
             if isinstance(found, Tensor) and found.requires_grad:
                 found.register_hook(functools.partial(self._note, event._replace(kind="gradient")))  # type: ignore[no-untyped-call]
             return None
+        self._note(event, found)
         x = found
         if x is output:
             x = self._as_source(module, args, x)
@@ -240,7 +240,7 @@ class Trace:
     # ---- one tensor -----------------------------------------------------------------------------
 
     def _note(self, event: Event, x: Any) -> None:
-        """Notes whether x is finite: the gradient of a weight is made of what its module takes and gets."""
+        """Notes whether x is finite, on padding too: the gradient of a weight is made of what its module gets."""
         if self._rounding or type(x) is not Tensor or not x.is_floating_point() or x.layout != torch.strided:
             return
         place, finite = (event.path, event.kind), x.detach().isfinite().all()
