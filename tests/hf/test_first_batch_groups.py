@@ -145,3 +145,38 @@ def test_a_stream_that_is_wrong_is_named_and_switched_off() -> None:
     assert any("stream switched off: stream does not compute what one rank" in text for text in said)
     with pytest.raises(ringtile.RefusedError, match=r"stream does not compute what one rank .* Set stream: false"):
         _streamed({"first_batch_check": "require"})
+
+
+class _Same(torch.nn.Module):
+    """An MLP in a module of one's own."""
+
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x)
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(60.0, [True, True, True, False]), (0.0, [True, False, False])])
+def test_a_proof_that_would_take_long_is_made_of_less(
+    seconds: float, expected: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backwards: list[bool] = []
+    record = first_batch.record
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        backwards.append(options.get("backward", True))
+        return record(*args, **options)
+
+    monkeypatch.setattr(proof, "_MOST_SECONDS", seconds)
+    monkeypatch.setattr(first_batch, "record", recorded)
+    trainer = make_trainer(max_steps=1)
+    trainer.model.model.layers[1].mlp = _Same(trainer.model.model.layers[1].mlp)
+    ringtile.enable(trainer, {"stream": True, "tile_tokens": 8})
+    trainer.train()
+    found = ringtile.hf.trainer.first_batch_of(trainer)
+    ringtile.restore(trainer)
+    assert backwards == expected
+    assert found.forward > 0.0
+    assert (found.backward > 0.0) == (seconds > 0.0)
