@@ -136,7 +136,7 @@ MUTANTS = [
         "                batch.mean_share = self._mean_share(num_items_in_batch is not None, ways)\n",
         "                batch.mean_share = self._mean_share(num_items_in_batch is not None, ways)\n"
         '                num_items_in_batch = local["shift_labels"].ne(-100).sum().clamp_min(1)\n'
-        "                num_items_in_batch = num_items_in_batch * self._trainer_factor(ways)\n",
+        "                num_items_in_batch = self._items_of_all(num_items_in_batch, ways) * ways\n",
         "tests/hf/test_hf_exact.py -k smoothing",
         source="NVIDIA/Megatron-LM#7452",
         case="token mean",

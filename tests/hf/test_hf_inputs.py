@@ -215,3 +215,25 @@ def test_cu_seq_lens_of_queries_and_keys_must_agree():
 def test_batch_without_tokens_is_named():
     with pytest.raises(ringtile.InputError, match="expected input_ids"):
         _shard({"labels": _ids(1, 8)})
+
+
+def test_batches_of_one_length_share_a_sequence():
+    """With what it remembers: rows of one document, whether a mask of ones says so or nothing does. Others do not."""
+    ids = _ids(2, 12)
+    masks = {"none": None, "ones": torch.ones(2, 12), "padded": RIGHT, "two": torch.arange(12).expand(2, 12) // 6 + 1}
+
+    def on_rank(group):
+        found = {}
+        for name, mask in masks.items():
+            inputs = {"input_ids": ids} | ({} if mask is None else {"attention_mask": mask})
+            found[name] = shard_batch(inputs, Reading(), layout="zigzag", group=group)[1].sequence
+        return found
+
+    for found in LoopbackWorld(2).run(on_rank):
+        assert found["none"] is found["ones"]
+        assert len({id(sequence) for sequence in found.values()}) == 3
+        for name, mask in masks.items():
+            same = torch.ones(2, 12, 12) if mask is None else (mask[:, None] == mask[:, :, None]) & (mask[:, None] > 0)
+            expected, got = same.bool().tril(), _dense(found[name].mask).expand(2, -1, -1)
+            rows = torch.ones(2, 12).bool() if mask is None else mask > 0
+            assert torch.equal(got[rows], expected[rows])

@@ -88,7 +88,7 @@ class LossOnShards(ShardedLoss):
         # As one process, on the whole batch, or as one of the ranks that share it.
         ways = 1 if runs_whole() else self.group.size
         if num_items_in_batch is not None and not self._counts_all():
-            num_items_in_batch = num_items_in_batch * self._trainer_factor(ways) / ways
+            num_items_in_batch = self._items_of_all(num_items_in_batch, ways)
         with self._sharded(model, inputs) as (local, batch), contextlib.ExitStack() as stack:
             if ways < self.group.size:
                 stack.enter_context(self.groups.as_one_process())
@@ -98,7 +98,7 @@ class LossOnShards(ShardedLoss):
             # Of all devices: SFTTrainer would raise to 1 what a shard has of a small count.
             for_call.set(self.trainer.args, "average_tokens_across_devices", True)
             if batch is not None and num_items_in_batch is None and batch.num_targets is not None:
-                num_items_in_batch = batch.num_targets * self._trainer_factor(ways) / ways
+                num_items_in_batch = self._items_of_all(batch.num_targets, ways)
                 if not self.trainer.model_accepts_loss_kwargs:  # the Trainer hands the model no count: add it here
                     local["num_items_in_batch"] = num_items_in_batch
                 # Given a count, SFTTrainer divides its balancing loss by the steps of the last accumulation.
@@ -110,10 +110,10 @@ class LossOnShards(ShardedLoss):
                 loss = exchanged(loss, self.group.mean, lambda gradient: gradient)
             return (loss, *outputs) if return_outputs else loss
 
-    def _trainer_factor(self, ways: int) -> int:
-        """What the Trainer multiplies a loss by that was divided by a number of items: by how many different batches
-        there are, times the `ways` in which each is shared."""
-        return self.group.data_size * ways if self.trainer.model_accepts_loss_kwargs else 1
+    def _items_of_all(self, of_batch: Any, ways: int) -> Any:
+        """By what the loss of a shard is divided: the Trainer multiplies it by the number of ranks where its model
+        takes a count of items; elsewhere the engine's mean over the ways remains."""
+        return of_batch * self.group.data_size if self.trainer.model_accepts_loss_kwargs else of_batch / ways
 
     def _counts_all(self) -> bool:
         """Whether a count that the Trainer gives is of all devices; else it is of one batch."""
@@ -125,7 +125,9 @@ class LossOnShards(ShardedLoss):
         With one process per batch, the Trainer would multiply the loss by their number where items were counted over
         all devices, and by 1 elsewhere; here it multiplies by the number of ranks.
         """
-        return (self.group.data_size if num_items_given and self._counts_all() else 1) / self._trainer_factor(ways)
+        if not self.trainer.model_accepts_loss_kwargs:
+            return 1.0
+        return 1 / ways if num_items_given and self._counts_all() else 1 / (self.group.data_size * ways)
 
     def _smooth_labels(self, original: Callable[..., Any], outputs: Any, labels: Tensor, /, **kwargs: Any) -> Any:
         """The original without its shift: the labels were shifted before they were sharded.

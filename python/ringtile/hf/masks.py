@@ -59,6 +59,14 @@ def mask_of_batch(
     masks = []
     attention_mask, position_ids = inputs.get("attention_mask"), documents_of(inputs.get("position_ids"))
     cu_seq_lens = _cu_seq_lens(inputs)
+    is_one_document = (
+        attention_mask is not None
+        and attention_mask.shape == (batch_size, seq_len)
+        and all(x is None for x in (position_ids, cu_seq_lens, inputs.get("seq_idx")))
+        and bool((attention_mask == 1).all())
+    )
+    if is_one_document:
+        return _whole(seq_len, causal)
     if attention_mask is not None:
         begins = _begins(cu_seq_lens, inputs.get("seq_idx"), seq_len)
         masks.append(_of_attention_mask(attention_mask, position_ids, begins, batch_size, seq_len, causal))
@@ -71,11 +79,17 @@ def mask_of_batch(
     if inputs.get("seq_idx") is not None:
         masks.append(_documents(inputs["seq_idx"].long() + 1, causal))  # documents 0, 1, ..., -1 is padding
     if not masks:
-        return IntervalMask.causal(seq_len) if causal else IntervalMask.full(seq_len)
+        return _whole(seq_len, causal)
     mask = functools.reduce(operator.and_, masks)
     if mask.seq_len != seq_len:
         raise InputError(f"the documents are of {mask.seq_len} tokens, the batch of {seq_len}; expected one length")
     return _one_row_if_equal(mask)
+
+
+@functools.lru_cache(maxsize=4)
+def _whole(seq_len: int, causal: bool) -> IntervalMask:
+    """Of rows of one document: the same object, with what it has remembered, for batches of one length."""
+    return IntervalMask.causal(seq_len) if causal else IntervalMask.full(seq_len)
 
 
 def documents_of(position_ids: Tensor | None) -> Tensor | None:

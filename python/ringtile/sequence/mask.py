@@ -213,6 +213,8 @@ class IntervalMask:
 
         attends: they attend each other, causally, so that what a model makes of them is no vector of zeros.
         """
+        if padding == 0:
+            return self
         padded = [pad(bound, (0, padding)) for bound in self.tensors]
         first, after = self.seq_len, self.seq_len + padding
         if attends:
