@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.util import get_temp_dir
@@ -17,16 +18,17 @@ import strategies  # noqa: E402, F401  # hypothesis's profile, without a deadlin
 from kernels_off import kernels_off  # noqa: E402
 from pool import close_pools, freeze_garbage, start_server  # noqa: E402
 
+THREADS = int(os.environ.get("RINGTILE_TEST_THREADS", "1"))
 _folder = tempfile.TemporaryDirectory(prefix="ringtile-")
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def number_of_threads() -> Iterator[None]:
     """On a busy machine, threads that share a small tensor wait for each other most of the time. A test of threads sets
-    their number."""
-    torch.set_num_threads(1)
+    their number; CI's, THREADS, is that of a user's machine."""
+    torch.set_num_threads(THREADS)
     yield
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
