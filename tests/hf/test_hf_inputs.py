@@ -7,6 +7,7 @@ import ringtile
 import torch
 from ringtile.hf.families import CACHES
 from ringtile.hf.layers import LayerMask
+from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.shard import Reading, shard_batch
 from ringtile.sequence.layout import CHUNKS_PER_RANK, Layout
 from ringtile.transport.loopback import LoopbackWorld
@@ -219,8 +220,9 @@ def test_batch_without_tokens_is_named():
 
 def test_batches_of_one_length_share_a_sequence():
     """With what it remembers: rows of one document, whether a mask of ones says so or nothing does. Others do not."""
-    ids = _ids(2, 12)
-    masks = {"none": None, "ones": torch.ones(2, 12), "padded": RIGHT, "two": torch.arange(12).expand(2, 12) // 6 + 1}
+    ids, ones = _ids(2, 12), torch.ones(2, 12)
+    assert mask_of_batch({}, 2, 12) is mask_of_batch({"attention_mask": ones}, 2, 12)
+    masks = {"none": None, "ones": ones, "padded": RIGHT, "two": torch.arange(12).expand(2, 12) // 6 + 1}
 
     def on_rank(group):
         found = {}
