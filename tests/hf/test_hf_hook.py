@@ -201,7 +201,7 @@ LOSS = SESSION | {  # on a shard, or on what a group of one rank makes of a batc
 GROUPS = {  # count as many processes as there are different batches
     *("accelerator.gather_for_metrics", "accelerator.prepare_data_loader"),
     *("trainer.evaluation_loop", "trainer._get_num_items_in_batch", "trainer.get_total_train_batch_size"),
-    *("trainer.get_train_dataloader", "trainer._maybe_log_save_evaluate", "trainer.callbacks"),
+    *("trainer._maybe_log_save_evaluate", "trainer.callbacks"),
 }
 LLAMA = LOSS | GROUPS
 BALANCING = {"model._forward_hooks", "transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func"}

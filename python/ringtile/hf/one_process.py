@@ -21,6 +21,7 @@ from accelerate.utils import operations, recursively_apply
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import seed_worker
 
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import active_batch
@@ -119,8 +120,8 @@ class Groups:
         if type(trainer).get_batch_samples is not Trainer.get_batch_samples:  # a user's may count items itself
             self.patches.wrap(trainer, "get_batch_samples", self.in_one_process)
         self.patches.wrap(trainer, "_maybe_log_save_evaluate", self._follow_flags)
-        # The ranks of a group draw the same: transformers seeds the workers of a loader by the index of the process.
-        self.patches.wrap(trainer, "get_train_dataloader", self.in_one_process)
+        if type(trainer).get_train_dataloader is not Trainer.get_train_dataloader:  # a user's may share rows itself
+            self.patches.wrap(trainer, "get_train_dataloader", self.in_one_process)
         self.patches.wrap(trainer, "get_total_train_batch_size", self.in_one_process)
         self.patches.wrap(accelerator, "prepare_data_loader", self._prepare_data_loader)
         if accelerate_knows_groups(accelerator):
@@ -221,7 +222,7 @@ class Groups:
         return recursively_apply(lambda rows: rows[:kept], found)
 
     def _prepare_data_loader(self, original: Callable[..., Any], data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """The same batch on every rank of a group, which reads an iterable dataset itself.
+        """The same batch on every rank of a group, which reads an iterable dataset itself, and draws alike in workers.
 
         Raises RefusedError for a loader that already dispatches.
         """
@@ -230,6 +231,9 @@ class Groups:
                 "the data loader dispatches batches from rank 0, one to each rank; expected a loader that every rank "
                 "reads itself (dispatch_batches false or unset in accelerator_config)"
             )
+        seed = getattr(data_loader, "worker_init_fn", None)
+        if isinstance(seed, functools.partial) and seed.func is seed_worker:  # by the index of the process
+            data_loader.worker_init_fn = functools.partial(seed, rank=self.group.data_index)
         accelerator: Accelerator = self.trainer.accelerator
         with self.as_one_process(), contextlib.ExitStack() as stack:
             stack.callback((for_call := Patches()).restore)
