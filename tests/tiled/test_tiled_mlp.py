@@ -9,7 +9,7 @@ import pytest
 import torch
 from counting import Alive, Counting, assert_near, relative_error
 from gated_mlp import ACTIVATIONS, HIDDEN, INTERMEDIATE, Fused, Gated, assert_gradients_near, glu_of, gradients, inputs
-from ringtile import RefusedError
+from ringtile import InputError, RefusedError
 from ringtile.tiled.mlp import tiled_mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -66,6 +66,16 @@ def test_every_number_of_tokens_and_tiles(use_original_mlp, counts) -> None:
             out = tiled_mlp(module, x, tile_tokens, use_original_mlp)
             for ours, theirs in zip(gradients(out, dout, x, *module.parameters()), oracle, strict=True):
                 assert_near(ours, theirs, num_terms=max(num_tokens, INTERMEDIATE))
+
+
+@pytest.mark.parametrize("use_original_mlp", [False, True])
+def test_a_weight_that_was_freed_is_named(use_original_mlp) -> None:
+    """As FSDP leaves those of a module that it has not gathered: torch itself reads from nowhere."""
+    module = Gated().double()
+    weight = next(module.parameters())
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(InputError, match=f"weight 0 of the module needs {weight.nbytes} bytes but its storage has 0"):
+        tiled_mlp(module, inputs(3)[0], use_original_mlp=use_original_mlp)
 
 
 @pytest.mark.parametrize("use_original_mlp", [False, True])
