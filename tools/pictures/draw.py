@@ -220,6 +220,43 @@ def mesh() -> str:
     return picture.svg()
 
 
+def first_batch() -> str:
+    """What the check of the first batch compares with what. A sketch: no length in it was measured."""
+    picture = Picture(900, 300, "The check of the first batch")
+    picture.rect(15, 110, 130, 50, "#eef3fa", COLORS[0])
+    picture.text(80, 132, "a cut of your", "middle")
+    picture.text(80, 149, "first batch", "middle")
+    runs = [
+        ("one process", "", COLORS[2]),
+        ("one process,", "rounded otherwise", COLORS[6]),
+        ("all ranks,", "each with its shard", COLORS[0]),
+    ]
+    for n, (first, second, color) in enumerate(runs):
+        y, ink = 25 + n * 85, "black" if color in DARK_TEXT else "white"
+        picture.arrow(145, 135, 190, y + 25)
+        picture.rect(192, y, 160, 50, color)
+        for at, line in enumerate(filter(None, (first, second))):
+            picture.text(272, y + (22 if second else 30) + 17 * at, line, "middle", ink)
+    picture.text(440, 24, "of each module: rounding (gray), and what the ranks differ by")
+    noise, found = (34, 42, 50, 55), (28, 47, 44, 330)
+    for n, module in enumerate(("layers.0.self_attn", "layers.0.mlp", "layers.1.self_attn", "layers.1.mlp")):
+        y = 42 + n * 46
+        picture.text(560, y + 22, module, "end", size=12)
+        picture.rect(575, y, noise[n], 12, COLORS[6])
+        picture.rect(575, y + 16, min(found[n], 240), 12, COLORS[1] if n == 3 else COLORS[0])
+        picture.line([(575 + 2.5 * noise[n], y - 2), (575 + 2.5 * noise[n], y + 32)], "black", 1, "3,3")
+    picture.text(
+        550,
+        240,
+        "beyond the limit (dashed: 16 times rounding, not to scale), training stops and names layers.1.mlp",
+        "middle",
+        size=12,
+    )
+    said = "Outputs, loss and gradients are compared, before weights change. A sketch: lengths show no measurement."
+    picture.text(15, 285, said, fill="#555555", size=11)
+    return picture.svg()
+
+
 def memory() -> str:
     """Planned memory of Qwen3-8B on 8 GPUs: against the length, and by part at 128K."""
     figures = json.loads((pathlib.Path(__file__).parent / "memory.json").read_text())
@@ -372,7 +409,7 @@ def loss() -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    one.__name__: one for one in (masks, layouts, schemes, mesh, step, memory, speeds, loss)
+    one.__name__: one for one in (masks, layouts, schemes, mesh, step, first_batch, memory, speeds, loss)
 }
 
 if __name__ == "__main__":

@@ -60,12 +60,12 @@ def is_first_to_say(text: str) -> bool:
     """Return whether no other worker of this torchrun has said the text; True without torchrun's store."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     run = "/".join(os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
     try:
         address, wait = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), datetime.timedelta(seconds=5)
-        store = dist.TCPStore(*address, is_master=False, timeout=wait, wait_for_workers=False)
+        store = TCPStore(*address, is_master=False, timeout=wait, wait_for_workers=False)
         return bool(store.add(f"ringtile/{run}/{zlib.crc32(text.encode())}", 1) == 1)
     except (KeyError, ValueError, RuntimeError):
         return True
