@@ -173,7 +173,7 @@ def _check(base: PreTrainedModel, layers: dict[str, nn.Module], recurs: bool) ->
     if getattr(config, "num_kv_shared_layers", 0):
         raise RefusedError(f"{model} shares keys and values between layers (num_kv_shared_layers): {WHOLE}")
     refuse_modules(base, WHOLE_SEQUENCES)
-    refuse_indexers(model, base.named_modules(), WHOLE)
+    refuse_indexers(model, base.named_modules(), lambda: WHOLE)
     for name, layer in layers.items():
         for path, part in layer.named_modules():
             kind = type(part).__name__
