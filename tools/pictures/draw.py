@@ -247,7 +247,7 @@ def first_batch() -> str:
         picture.line([(575 + 2.5 * noise[n], y - 2), (575 + 2.5 * noise[n], y + 32)], "black", 1, "3,3")
     picture.text(
         550,
-        240,
+        263,
         "beyond the limit (dashed: 16 times rounding, not to scale), training stops and names layers.1.mlp",
         "middle",
         size=12,
