@@ -198,7 +198,11 @@ def test_plan_shows_every_scheme(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert chosen["computing_s"] == pytest.approx(flops / 4 / 1e9)
     sent = chosen["bytes_within"] / 1e9 + chosen["bytes_between"] / 1e6
     assert sent / 4 <= chosen["sending_s"] < sent
-    assert f"*  {chosen['scheme'].rjust(10)}" in capsys.readouterr().out
+    assert chosen["together_s"] == pytest.approx(chosen["computing_s"] + chosen["exposed_s"])
+    assert sum(round["mean"] for round in chosen["rounds"]) == pytest.approx(chosen["computing_s"])
+    printed = capsys.readouterr().out
+    assert f"*  {chosen['scheme'].rjust(10)}" in printed
+    assert "Rounds of usp:2, forward and backward:" in printed
     assert main([*command, "--scheme", "auto"]) == 0
     assert "*     ulysses" in capsys.readouterr().out
     for wrong in (["--ranks-per-host", "0"], ["--rates", "fast"], ["--rates", "1"], ["--rates", "1e-300,1e9"]):

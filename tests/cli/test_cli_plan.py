@@ -169,6 +169,8 @@ def test_masks_intersect_and_every_name_is_understood(tmp_path: pathlib.Path) ->
     assert plan_json(tmp_path, "--mask", "full")["forward_bytes"] == 16 * 64
     # A prompt of 4 and completions of 4 and 8: rank 1 has the second completion, and needs the prompt.
     assert plan_json(tmp_path, "--mask", "shared_prefix:4,4,8", "--layout", "contiguous")["forward_bytes"] == 4 * 64
+    # Again and again, the last one cut: documents of 6, 4 and 6, of which the second straddles.
+    assert plan_json(tmp_path, "--mask", "packed:6,4", "--layout", "contiguous")["forward_bytes"] == 2 * 64
     # Contiguous halves and a window of 3 tokens: queries 8 and 9 see keys 6, 7 and 7 of the other rank.
     window = ["--mask", "causal", "--mask", "window:3", "--layout", "contiguous"]
     assert plan_json(tmp_path, *window)["forward_bytes"] == 2 * 64

@@ -67,6 +67,19 @@ def test_memory_of_the_readme_is_the_planners() -> None:
     assert [[int(gib) for gib in row] for row in rows] == [[round(gib) for gib in of_keys[n]] for n in (0, 3, 4)]
 
 
+def test_tables_of_scaling_are_the_simulators() -> None:
+    page, figures = read("docs/guide/scaling.md"), json.loads((ROOT / "tools/pictures/scale.json").read_text())
+    rows = re.findall(r"^\| (one document|source files), (\w+), `([\w:]+)` \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == len(figures["seconds"])
+    for data, layout, scheme, cells in rows:
+        of_ranks = figures["seconds"][f"{data}, {layout}, {scheme}"].values()
+        assert cells.split(" | ") == [f"{of['together']:.1f} ({of['mean'] / of['together']:.2f})" for of in of_ranks]
+    published = {name: of for by_source in figures["published"].values() for name, of in by_source.items()}
+    found = re.findall(r"^\| [^|]* \| ([^|]*) \| ([\d.]+) \| ([\d.]+) \| ([+-]?\d+) % \|$", page, re.MULTILINE)
+    assert {name: [float(one), float(other)] for name, one, other, _ in found} == published
+    assert all(int(error) == round((float(other) / float(one) - 1) * 100) for _, one, other, error in found)
+
+
 def test_counts_of_the_gauntlet_are_its_tables() -> None:
     page, readme = read("docs/guide/gauntlet_table.md"), read("README.md")
     backends = re.findall(r"^\| `([\w-]+)` \| [\w-]+ [\d.+a-z]+ \|", page, re.MULTILINE)

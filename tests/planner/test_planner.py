@@ -526,6 +526,25 @@ def test_a_plan_of_a_model_is_printed_drawn_and_written(
     assert "A batch takes the busiest rank" in printed
 
 
+def test_documents_shorten_the_seconds_of_a_model(
+    folder: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["plan", "--model", folder, "--seq-len", "1K", "--devices", "2", "--device", "cpu", "--no-switches"]
+    written = tmp_path / "plan.json"
+    found = []
+    for mask in ([], ["--mask", "packed:100,28"]):
+        assert main([*sizes, *mask, "--rates", "1e9,1e9", "--json", str(written)]) == 0
+        found.append(json.loads(written.read_text())["seconds"])
+    whole, packed = found
+    assert packed["computing"] < whole["computing"]
+    assert packed["sending"] < whole["sending"]
+    for each in found:
+        assert each["together"] == pytest.approx(each["computing"] + each["exposed"])
+        assert each["mean"] <= each["computing"]
+    assert main([*sizes, "--mask", "packed:100,28"]) == 2
+    assert "--mask of a model changes its seconds alone" in capsys.readouterr().err
+
+
 def test_a_plan_of_one_layer_says_so_and_reads_1k(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--seq-len", "1K", "--world-size", "2", "--num-heads", "4", "--head-dim", "8"]) == 0
     printed = capsys.readouterr().out

@@ -305,6 +305,48 @@ def memory() -> str:
     return picture.svg()
 
 
+def scale() -> str:
+    """Simulated steps of Qwen3-8B, 16K tokens a GPU: seconds, and in what share of them the mean rank computes."""
+    figures = json.loads((pathlib.Path(__file__).parent / "scale.json").read_text())["seconds"]
+    picture = Picture(900, 420, "Qwen3-8B on 8 to 1,024 GPUs, simulated")
+    ranks = [int(count) for count in next(iter(figures.values()))]
+    top = max(of["together"] for cases in figures.values() for of in cases.values())
+    highest = math.ceil(math.log2(top))
+    panels: list[tuple[float, str, Callable[[dict[str, float]], float], list[tuple[float, str]]]] = [
+        (
+            60,
+            "Seconds of a step",
+            lambda of: math.log2(of["together"] / 2) / (highest - 1),
+            [(power / (highest - 1), str(2 << power)) for power in range(highest)],
+        ),
+        (
+            510,
+            "Share of them in which the mean rank computes",
+            lambda of: of["mean"] / of["together"],
+            [(tenths / 10, f"0.{tenths}" if tenths < 10 else "1") for tenths in range(0, 11, 2)],
+        ),
+    ]
+    for left, title, height, marks in panels:
+        picture.text(left, 24, title)
+        for at, mark in marks:
+            y = round(300 - 250 * at, 1)
+            picture.line([(left, y), (left + 350, y)], "#e4e4e4")
+            picture.text(left - 6, y + 4, mark, "end", size=11)
+        places = {count: round(left + 50 * math.log2(count / 8), 1) for count in ranks}
+        for count, x in places.items():
+            picture.text(x, 318, f"{count:,}", "middle", size=11)
+        for color, cases in enumerate(figures.values()):
+            points = [(places[int(count)], round(300 - 250 * height(of), 1)) for count, of in cases.items()]
+            picture.line(points, COLORS[color], 2.5)
+    for n, name in enumerate(figures):
+        x, y = 60 + n % 2 * 450, 346 + n // 2 * 16
+        picture.rect(x, y - 9, 10, 10, COLORS[n])
+        picture.text(x + 14, y, name, size=11)
+    said = "GPUs, 16K tokens each, 8 a host. Simulated: 4e14 flops per second, 2e11 bytes within a host, 2.5e10"
+    picture.text(60, 414, f"{said} between.", fill="#555555", size=11)
+    return picture.svg()
+
+
 def speeds() -> str:
     """Bars of the table of an H200 in docs/guide/performance.md: TFLOP/s, of others by the ratio of their time."""
     table = (ROOT / "docs" / "guide" / "performance.md").read_text().split("## Attention on an H200")[1]
@@ -409,7 +451,7 @@ def loss() -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    one.__name__: one for one in (masks, layouts, schemes, mesh, step, first_batch, memory, speeds, loss)
+    one.__name__: one for one in (masks, layouts, schemes, mesh, step, first_batch, memory, scale, speeds, loss)
 }
 
 if __name__ == "__main__":
