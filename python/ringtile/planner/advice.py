@@ -151,9 +151,12 @@ def step_seconds(
     layout = Layout.of_mask(config.layout, beside or IntervalMask.causal(padded(setup, memory.seq_len)), size)
     scheme = Scheme.parse(config.context_parallel_scheme if size > 1 else "ring")
     products = memory.product_flops / rates.flops
-    found = [products, products, 0.0, products]
+    computing, mean, sending, together = products, products, 0.0, products
     for (shape, mask, is_again), count in collections.Counter(memory.attention).items():
         counts = Counts(mask if beside is None else mask & beside, layout, shape, scheme)
         of_call = simulate(counts, rates, hosts[:size], 0.0 if is_again else 1.0)
-        found = [total + count * each for total, each in zip(found, of_call[:4], strict=True)]
-    return LayerSeconds(*found)
+        computing += count * of_call.computing
+        mean += count * of_call.mean
+        sending += count * of_call.sending
+        together += count * of_call.together
+    return LayerSeconds(computing, mean, sending, together)

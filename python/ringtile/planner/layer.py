@@ -220,7 +220,8 @@ def shortened(rows: Sequence[Row]) -> list[Row]:
 
 def pairs_of(counts: Counts) -> Tensor:
     """Return (W,): the pairs that each rank computes, those of all its heads."""
-    return counts.pairs.sum(1).repeat_interleave(counts.size) * counts.heads
+    pairs: Tensor = counts.pairs.sum(1).repeat_interleave(counts.size) * counts.heads
+    return pairs
 
 
 def flops_of_pair(shape: Shape) -> tuple[int, int]:
