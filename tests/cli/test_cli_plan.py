@@ -121,6 +121,11 @@ def test_a_verb_that_is_near_is_named(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err == "ringtile: error: unknown verb tarin: did you mean train?\n"
 
 
+def test_set_without_a_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--set", "tile_tokens=1"]) == 2
+    assert "--set changes a key of a file; expected it too" in capsys.readouterr().err
+
+
 def test_json_goes_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--json", "-"]) == 0
     printed = capsys.readouterr()

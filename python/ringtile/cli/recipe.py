@@ -120,9 +120,9 @@ class Recipe:
         return sections | self.ringtile.given
 
 
-def with_changes(keys: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """Return a copy of the keys with those of `--set KEY=VALUE`. ConfigError: text of another form."""
-    keys = copy.deepcopy(dict(keys))
+def with_changes(given: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """Return a copy of the given keys with those of `--set KEY=VALUE`. ConfigError: text of another form."""
+    keys: dict[str, Any] = copy.deepcopy(dict(given))
     for text in changes:
         path, is_given, value = text.partition("=")
         *sections, key = path.split(".")
