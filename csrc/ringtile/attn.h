@@ -74,6 +74,8 @@ int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers
 
 // Merges the block into out and lse (online softmax; FlashAttention, arXiv:2205.14135, alg. 1, and the ring merge of
 // arXiv:2310.01889): out -= sigmoid(lse_block - lse) * (out - out_block).
+// What is not finite spreads along attended pairs only: a value to its element of out, even with a weight of 0; a score
+// of NaN or inf to all of out and lse. The same elements are not finite however the keys are cut into blocks.
 rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel);
 // Adds the block's gradients, given the final lse and delta (arXiv:2205.14135, alg. 4):
 //   P = exp(scores - lse), dV += P^T dO, dS = P * (dO V^T - delta), dQ += scale dS K, dK += scale dS^T Q;
