@@ -475,6 +475,14 @@ def test_hostile_configuration_is_one_line(
     assert "Traceback" not in error
 
 
+def test_a_head_that_no_kernel_takes_is_one_line(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Said before a kernel is tested with such a head, which never ended."""
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama").to_dict() | {"head_dim": 1_000_000}))
+    given = ["plan", "--model", str(tmp_path), "--seq-len", "64", "--no-switches", "--devices", "2"]
+    assert main([*given, "--context-parallel-size", "2"]) == 2
+    assert "the head dims are 1000000 and 1000000; expected 1..512" in capfd.readouterr().err
+
+
 def _keys_and_values() -> Iterator[Any]:
     in_every_run = [("_attn_implementation", "someone/kernel"), ("_experts_implementation", "spiral")]
     for key in ("_attn_implementation", "attn_implementation", "_experts_implementation"):

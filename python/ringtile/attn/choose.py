@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
-from ringtile import self_test
+from ringtile import ops, self_test
 from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Running, misaligned, why_slow
 from ringtile.attn.call import AttentionCall, unwritten_keys
 from ringtile.attn.self_test import mark_wrong, why_wrong
-from ringtile.errors import RefusedError
+from ringtile.errors import InputError, RefusedError
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.rounds import Round
 
@@ -85,6 +85,8 @@ def check(call: AttentionCall, q: Tensor, *, takes_dlse: bool, backward: bool) -
     if kind in rounds[-1].backends:  # which is asked last
         return
     _, num_heads, num_kv_heads, head_dim, v_head_dim, *_ = call.shape
+    if max(head_dim, v_head_dim) > ops.MAX_HEAD_DIM:  # of a traced call, whose tensors nobody has checked
+        raise InputError(f"the head dims are {head_dim} and {v_head_dim}; expected 1..{ops.MAX_HEAD_DIM}")
     if (heads := call.sequence.ring.heads) is not None:
         share = call.sequence.shares(num_heads, num_kv_heads)[heads.place]
         num_heads, num_kv_heads = len(share.heads), len(share.kv_of_heads or share.kv_heads)
