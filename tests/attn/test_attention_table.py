@@ -48,7 +48,7 @@ from ringtile.scheme import Scheme, candidates
 from strategies import any_masks, dense, layouts
 from torch import Tensor
 
-SCHEMES = (*candidates((0, 0, 1, 1)), "all_gather", "usp:1")
+SCHEMES = (*candidates((0, 0, 1, 1), 4, 4), "all_gather", "usp:1")
 BATCH, POISONED = 2, [2, 20]
 ROWS = {  # masks whose rows differ, of which one is that of MASKS
     "rows": IntervalMask.documents([[13, 1, 20, 14], [30, 18]]),

@@ -231,7 +231,7 @@ def test_max_rel_diff_of_anything_odd_is_no_number() -> None:
 def test_comparison_can_fail(losses: list[float], status: int, tmp_path: pathlib.Path) -> None:
     report = {"world_size": 2, "data_parallel_size": 1, "steps": [1, 2], "losses": losses, "grad_norms": [0.5]}
     single = {"losses_single": [2.0, 1.0], "grad_norms_single": [0.5]}
-    args = argparse.Namespace(config=write_config(tmp_path), compare=True)
+    args = argparse.Namespace(config=write_config(tmp_path), compare=True, set=[])
     with mock.patch.multiple(train_verb, train=lambda recipe: report, train_alone=lambda *unused: single):
         assert train_verb.run(args).status == status
 
