@@ -85,7 +85,7 @@ def test_page_decides_every_type():
 
 
 def test_page_says_why_each_refusal_stays():
-    _, _, rest = PAGE.read_text().partition("### Why each refusal stays")
+    _, _, rest = (PAGE.parent / "models.md").read_text().partition("### Why each refusal stays")
     whys = re.findall(r"^\| ([^|]+) \|", rest.partition("\n## ")[0], re.MULTILINE)[2:]
     reasons = {reason for verdict, reason in _documented().values() if verdict == "refused"}
     assert [reason for reason in reasons if not any(why in reason for why in whys)] == []
@@ -143,7 +143,7 @@ def test_markdown_groups_the_types(tmp_path):
         {"type": "c", "verdict": "refused", "class": "CForCausalLM", "reason": "CForCausalLM has none; add one"},
     ]
     text = markdown(rows)
-    assert "4 types" in text
+    assert "4 pairs of type and task" in text
     assert "2 exact, 2 refused" in text
     assert "<summary>Exact: 1 types of images and text, with images</summary>\n\n`a:images`\n" in text
     assert "| `b`, `c` | it has none |" in text
