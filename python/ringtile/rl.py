@@ -239,13 +239,13 @@ class _Rows(NamedTuple):
     def taken(self, places: Tensor) -> _Rows:
         """One row of the tokens at these places (T,) of the flattened rows; -1: padding. Rows become documents.
 
-        Padding repeats the token before it, each time a document of its own: see `padded`.
+        Padding repeats the token before it, and attends nothing: see `padded`.
         """
         numbers = torch.arange(len(self.document), device="cpu")[:, None] * int(self.document.max() + 1) + self.document
         of_rows = torch.where(self.document > 0, numbers, 0).flatten()
         index, is_token = torch.arange(len(places), device="cpu"), places >= 0
         places = places[torch.where(is_token, index, 0).cummax(0).values].clamp(min=0)
-        documents = torch.where(is_token, of_rows[places], of_rows.max() + 1 + index)[None]
+        documents = torch.where(is_token, of_rows[places], 0)[None]
         mask = IntervalMask.causal(len(places)) & IntervalMask.from_padding(documents)
         on_device = to_device(places, self.input_ids.device)
         input_ids, position_ids, labels = (x.expand_as(self.input_ids).flatten()[on_device][None] for x in self[:3])
@@ -259,13 +259,14 @@ class _Rows(NamedTuple):
         on each rank of whole chunks."""
         multiple, seq_len = Layout.multiple(layout, world_size), self.input_ids.size(1)
         padding = max(0, multiple - seq_len) if chunk_tokens is None else -seq_len % (multiple * chunk_tokens)
-        # Padding repeats the last token of each row as a document of its own: zeros have norms without a gradient.
+        # Padding repeats the last token of each row: zeros have norms without a gradient. It is a document of its own,
+        # but where bits must not depend on it: kernels begin with the first key that any of 32 queries attends.
         last = self.document.ne(0).int().cumsum(1).argmax(1, keepdim=True).to(self.input_ids.device)
         ids = torch.cat([self.input_ids, self.input_ids.gather(1, last).expand(-1, padding)], 1)
         counted = torch.arange(padding, device=ids.device).expand(self.position_ids.size(0), -1)
         positions = torch.cat([self.position_ids, counted], 1)
         labels = functional.pad(self.labels, (0, padding), value=_IGNORE)
-        return [ids.clone(), positions.clone(), labels.clone()], self.mask.padded(padding, attends=True)
+        return [ids.clone(), positions.clone(), labels.clone()], self.mask.padded(padding, attends=chunk_tokens is None)
 
     def check(self, model: nn.Module, head: _Head, group: Group, layout: str, scheme: str) -> None:
         """RefusedError: the ranks do not compute on a cut of these rows what one process computes."""
