@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, NoReturn
 from ringtile import __version__
 from ringtile.cli import environment
 from ringtile.cli.output import check_output, write_json
-from ringtile.config import nearest_key
 from ringtile.errors import EXTRAS, ConfigError, RingtileError
 
 REFUSED = 2  # the exit status
@@ -65,6 +64,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError: one line, as every other error, instead of argparse's usage and exit."""
         if self.prog == "ringtile" and (found := re.search(r"invalid choice: '(.*?)' \(", message)):
+            from ringtile.config import nearest_key  # which needs yaml; the doctor does not
+
             raise ConfigError(f"unknown verb {found[1]}: {nearest_key(found[1], VERBS)}")
         raise ConfigError(f"{message}; expected what `{self.prog} -h` lists")
 
