@@ -419,7 +419,10 @@ def test_the_planner_knows_the_peak(ranks: int, on_host: bool, monkeypatch: pyte
     if on_host:
         keys_and_gradients = 4 * 4 * 16  # in transit: those of a block, and their half for one of two other ranks
         in_transit = (ranks - 1) * keys_and_gradients * 3 // 2
-        assert (measured[1] - measured[0]) / 128 <= keys_and_gradients + in_transit + 2 * 4 * 8 + 4 * 8 + ranks * 112
+        ahead = sent * 640  # keys that are sent early, as above, in the longer step alone
+        assert (
+            measured[1] - ahead - measured[0]
+        ) / 128 <= keys_and_gradients + in_transit + 2 * 4 * 8 + 4 * 8 + ranks * 112
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mixtral-balanced", "gemma4"])
