@@ -154,8 +154,7 @@ os.register_at_fork(after_in_child=_free_in_child)
 class StoreChannel(SocketChannel):
     """Carries headers through the store of the group, by threads: a host that runs ahead of its GPU does not wait.
 
-    Each rank has an inbox there, in which its peers number what they put. One thread waits in the store for the next
-    of it, on a connection of its own, the other for what this rank sends; neither looks again and again.
+    Each rank has an inbox there: one thread waits for the next header in it, the other for what this rank sends.
     """
 
     def __init__(self, store: Store, rank: int, peers: Collection[int], timeout_seconds: float) -> None:
@@ -183,8 +182,7 @@ def _carry(way: Callable[..., None], store: Store, rank: int, peers: list[int], 
     try:
         way(store, rank, peers, inside)
     except RuntimeError as error:
-        reason = f"the store of the group has ended: {str(error).splitlines()[0]}"
-        inside.send_last(announcement(reason, peers[0]))
+        inside.send_last(announcement(f"the store of the group has ended: {str(error).splitlines()[0]}", peers[0]))
 
 
 def _put_all(store: Store, rank: int, peers: list[int], inside: SocketChannel) -> None:
@@ -210,9 +208,11 @@ def _take_all(store: Store, rank: int, peers: list[int], inside: SocketChannel) 
     """Hand this rank what its peers put into its inbox."""
     for number in itertools.count(1):
         key = f"inbox {rank}/{number}"
-        while not store.check([key]):
-            with contextlib.suppress(DistError):  # it was long, or the store has ended, which `check` raises
+        while True:
+            with contextlib.suppress(DistError):
                 store.wait([key], datetime.timedelta(seconds=_LONGEST_WAIT))
+                break
+            store.check([key])  # the wait was long, or the store has ended, which this raises
         message = store.get(key)
         store.delete_key(key)
         if (sender := _SENDER.unpack_from(message)[0]) == rank:
