@@ -34,8 +34,9 @@ typedef struct backward_scratch {
     real *weights, *dscores; // (TILE_KEYS, PANEL): P (P Z), dS
     real *factors;           // (TILE_KEYS, PANEL): Z, if there is dropout
     // For tiles, which leave q and dk without the scale, and sum dq in panels of columns: pairs of rows
-    // (TILE_ROWS / 2, D padded) and (TILE_ROWS / 2, Dv padded), and of keys (D padded, TILE_KEYS / 2).
+    // (TILE_ROWS / 2, D padded) and (TILE_ROWS / 2, Dv padded), and of keys (2 words of D, TILE_KEYS / 2).
     real *q_pairs, *dout_pairs, *k_columns;
+    real *row_pairs; // for tiles: (TILE_KEYS, 2, TILE_ROWS / 2), P and dS of all panels in pairs of rows
 } backward_scratch;
 
 // As forward_lay_out.
@@ -59,7 +60,8 @@ static int64_t backward_lay_out(const rt_attn_params *p, char *workspace, backwa
     s->factors = take(at, num_factors(p));
     s->q_pairs = take(at, for_tiles(p, TILE_ROWS / 2 * d));
     s->dout_pairs = take(at, for_tiles(p, TILE_ROWS / 2 * dv));
-    s->k_columns = take(at, for_tiles(p, TILE_KEYS / 2 * d));
+    s->k_columns = take(at, for_tiles(p, TILE_KEYS * row_words(TILE_PAIRS, p->head_dim)));
+    s->row_pairs = take(at, for_tiles(p, TILE_KEYS * TILE_ROWS));
     return space.num_bytes;
 }
 
@@ -70,14 +72,14 @@ static int64_t backward_scratch_bytes(const rt_attn_params *p) {
 
 // ---- one panel ---------------------------------------------------------------------------------
 
-// For n keys of a panel: weights, S, becomes P; dscores, dP, becomes dS.
-static void softmax_gradient(real softcap, const real *lse, const real *lse_rest, const real *delta, int64_t n,
-                             real *weights, real *dscores) {
+// For n keys of a panel: weights, S but for its factor, becomes P; dscores, dP, becomes dS.
+static void softmax_gradient(real softcap, real factor, const real *lse, const real *lse_rest, const real *delta,
+                             int64_t n, real *weights, real *dscores) {
     const vec inverse_cap = vec_set(softcap > 0 ? 1 / softcap : 0);
     for (int64_t j = 0; j < PANEL; j += LANES) {
         const vec lse_vec = vec_load(lse + j), rest_vec = vec_load(lse_rest + j), delta_vec = vec_load(delta + j);
         for (int64_t i = j; i < n * PANEL; i += PANEL) {
-            const vec score = vec_load(weights + i), weight = weight_exp((score - lse_vec) - rest_vec),
+            const vec score = vec_load(weights + i) * factor, weight = weight_exp((score - lse_vec) - rest_vec),
                       tanh_vec = score * inverse_cap;
             vec_store(weights + i, weight);
             vec dscore = weight * (vec_load(dscores + i) - delta_vec);
@@ -92,7 +94,7 @@ typedef struct panel_part {
     const rt_run *run;
     int64_t panel, begin, end;
     const real *k_words, *v_words, *k_columns;
-    real *k, *dk, *dv;
+    real *k, *dk, *dv, *row_pairs;
 } panel_part;
 
 // The last three products over attended pairs only: a weight of 0 would not silence a masked number that is not finite.
@@ -127,36 +129,47 @@ static void add_span_gradients(const rt_attn_params *p, const panel_part *part, 
     gemm(at->num_rows, d, at->num_keys, transposed(dscores, PANEL), part->k + at->key * d, s->dq + row * d, d, true);
 }
 
-// The n keys' weights and dscores rounded to bf16, in place. weights: row key holds pairs of rows, of P and then of dS;
-// dscores: row i holds keys 2 i and 2 i + 1.
-static void pair_gradients(int64_t n, real *weights, real *dscores) {
-    for (int64_t key = 0; key < n; key++) {
-        const real *dscore = dscores + key * PANEL;
-        real *row = weights + key * PANEL;
-        for (int64_t j = 0; j < PANEL; j += 2 * LANES)
-            vec_store(row + j / 2, pair_neighbours(vec_load(row + j), vec_load(row + j + LANES)));
-        for (int64_t j = 0; j < PANEL; j += 2 * LANES)
-            vec_store(row + (PANEL + j) / 2, pair_neighbours(vec_load(dscore + j), vec_load(dscore + j + LANES)));
-    }
+// The n keys' P and dS of a panel rounded to bf16: into its pairs of rows, and dscores in place, whose row i then holds
+// keys 2 i and 2 i + 1.
+static void pair_gradients(int64_t n, const real *weights, real *dscores, real *row_pairs) {
+    for (int64_t key = 0; key < n; key++, row_pairs += TILE_ROWS)
+        for (int64_t j = 0; j < PANEL; j += 2 * LANES) {
+            const real *weight = weights + key * PANEL + j, *dscore = dscores + key * PANEL + j;
+            vec_store(row_pairs + j / 2, pair_neighbours(vec_load(weight), vec_load(weight + LANES)));
+            vec_store(row_pairs + (TILE_ROWS + j) / 2, pair_neighbours(vec_load(dscore), vec_load(dscore + LANES)));
+        }
     pair_keys(n, dscores);
 }
 
-// The same three products in tiles, of whole blocks of rows: pairs outside the span are 0.
-static void add_span_in_tiles(const rt_attn_params *p, const panel_part *part, const attn_span *at,
-                              backward_scratch *s) {
-    const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
-    const int64_t row = at->row / TILE_DEPTH * TILE_DEPTH, pairs = (part->panel * PANEL + row) / 2;
-    const int64_t depth = (round_up(at->row + at->num_rows, TILE_DEPTH) - row) / 2;
-    const real *weights = s->weights + at->key * PANEL + row / 2, *dscores = weights + PANEL / 2;
-    gemm_add_tiles(at->num_keys, dv, depth, rows_of(weights, PANEL), s->dout_pairs + pairs * dv,
-                   part->dv + at->key * dv, dv);
-    gemm_add_tiles(at->num_keys, d, depth, rows_of(dscores, PANEL), s->q_pairs + pairs * d, part->dk + at->key * d, d);
+// In tiles, dq of a span: dq += dS k.
+static void add_queries_in_tiles(const rt_attn_params *p, const panel_part *part, const attn_span *at,
+                                 backward_scratch *s) {
+    const int64_t d = round_up(p->head_dim, LANES);
     gemm_add_tiles(d, round_up(at->num_rows, LANES), (at->num_keys + 1) / 2,
                    rows_of(part->k_columns + at->key / 2, TILE_KEYS / 2), s->dscores + at->key / 2 * PANEL + at->row,
                    s->dq + part->panel * PANEL * d + at->row, PANEL);
 }
 
-static void backward_panel(const rt_attn_params *p, const query_tile *queries, const panel_part *part, bool keys_finite,
+// In tiles, dv and dk of a tile of n keys, once for all panels in a row that have pairs of a block of keys: each
+// product loads and stores its sums, which costs as much as two of its steps. panels: by block a bit for each such
+// panel.
+static void add_keys_in_tiles(const rt_attn_params *p, int64_t n, const uint32_t *panels, backward_scratch *s) {
+    const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
+    for (int64_t key = 0; key < n; key += TILE_DEPTH)
+        for (int64_t panel = 0, end; panel < TILE_PANELS; panel = end + 1) {
+            for (end = panel; panels[key / TILE_DEPTH] >> end & 1;) end++;
+            if (end == panel) continue;
+            const int64_t num_keys = min64(TILE_DEPTH, n - key), pairs = panel * PANEL / 2;
+            const int64_t depth = (end - panel) * PANEL / 2;
+            const real *weights = s->row_pairs + key * TILE_ROWS + pairs, *dscores = weights + TILE_ROWS / 2;
+            gemm_add_tiles(num_keys, dv, depth, rows_of(weights, TILE_ROWS), s->dout_pairs + pairs * dv,
+                           s->dv + key * dv, dv);
+            gemm_add_tiles(num_keys, d, depth, rows_of(dscores, TILE_ROWS), s->q_pairs + pairs * d, s->dk + key * d, d);
+        }
+}
+
+// Returns whether the panel's part of dk and dv is yet to be added, by add_keys_in_tiles.
+static bool backward_panel(const rt_attn_params *p, const query_tile *queries, const panel_part *part, bool keys_finite,
                            backward_scratch *s) {
     const int64_t panel = part->panel, begin = part->begin, end = part->end;
     const int64_t n = end - begin, rows = panel * PANEL;
@@ -169,17 +182,18 @@ static void backward_panel(const rt_attn_params *p, const query_tile *queries, c
     for (int64_t i = 0; i < num_spans; i++) {
         const attn_span at = spans[i];
         score_span(p, &at, part->k_words, s->q_panels + rows * d_words, s->weights); // S^T
-        gemm_inputs(kind, 1, at.num_keys, round_up(at.num_rows, LANES), num_words(kind, p->v_head_dim),
+        gemm_inputs(kind, at.num_keys, round_up(at.num_rows, LANES), num_words(kind, p->v_head_dim),
                     rows_of(part->v_words + at.key * dv_words, dv_words), s->dout_panels + rows * dv_words + at.row,
                     s->dscores + at.key * PANEL + at.row); // dP^T
     }
-    if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
+    const real factor = cap_scores(p, n, s->weights);
     if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
     if (drops(p)) {
         dropout_panel(p, &s->dropout, part->run, panel, begin, end, s->factors);
         multiply_panel(n, s->factors, s->dscores);
     }
-    softmax_gradient((real)p->softcap, s->lse + rows, s->lse_rest + rows, s->delta + rows, n, s->weights, s->dscores);
+    softmax_gradient((real)p->softcap, factor, s->lse + rows, s->lse_rest + rows, s->delta + rows, n, s->weights,
+                     s->dscores);
     if (drops(p)) multiply_panel(n, s->factors, s->weights);
     if (!full) {
         // Masked weights again: exp(-inf - lse) is NaN where lse is -inf or NaN.
@@ -189,15 +203,16 @@ static void backward_panel(const rt_attn_params *p, const query_tile *queries, c
             if (kind == TILE_PAIRS)
                 pack_keys(p, queries, REALS, input_k(p), part->run->local_begin + begin, n, part->k);
             add_attended_gradients(p, part, s);
-            return;
+            return false;
         }
     }
     if (kind == TILE_PAIRS) {
-        pair_gradients(n, s->weights, s->dscores);
-        for (int64_t i = 0; i < num_spans; i++) add_span_in_tiles(p, part, &spans[i], s);
-        return;
+        pair_gradients(n, s->weights, s->dscores, part->row_pairs);
+        for (int64_t i = 0; i < num_spans; i++) add_queries_in_tiles(p, part, &spans[i], s);
+        return true;
     }
     for (int64_t i = 0; i < num_spans; i++) add_span_gradients(p, part, &spans[i], s);
+    return false;
 }
 
 // Adds factor times n packed rows to the gradient of one kv head, at rows first_row ...
@@ -238,6 +253,7 @@ static void backward_tile(const rt_attn_params *p, const query_tile *queries, co
     const word_kind kind = input_kind(p);
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     bool packed = false, keys_finite = true;
+    uint32_t panels[TILE_KEYS / TILE_DEPTH] = {0}; // by block of keys, those that add_keys_in_tiles is to add
     pass_keys(t, keys_before + tile_begin);
     for (int64_t panel = 0; panel < queries->num_panels; panel++) {
         int64_t begin, end;
@@ -245,7 +261,7 @@ static void backward_tile(const rt_attn_params *p, const query_tile *queries, co
         if (!packed) {
             if (kind != TILE_PAIRS) keys_finite = pack_keys(p, queries, REALS, input_k(p), first_row, n, s->k);
             if (kind != REALS) pack_keys(p, queries, kind, input_k(p), first_row, n, s->k_words);
-            if (kind == TILE_PAIRS) keys_finite = pair_columns(s->k_words, n, d, d_words, s->k, s->k_columns);
+            if (kind == TILE_PAIRS) keys_finite = pair_columns(s->k_words, n, d_words, s->k_columns);
             pack_keys(p, queries, kind, input_v(p), first_row, n, s->v_words);
             memset(s->dk, 0, (size_t)(n * d) * sizeof(real));
             memset(s->dv, 0, (size_t)(n * dv) * sizeof(real));
@@ -261,10 +277,14 @@ static void backward_tile(const rt_attn_params *p, const query_tile *queries, co
                                  .v_words = s->v_words + key * dv_words,
                                  .k_columns = s->k_columns + key / 2,
                                  .dk = s->dk + key * d,
-                                 .dv = s->dv + key * dv};
-        backward_panel(p, queries, &part, keys_finite, s);
+                                 .dv = s->dv + key * dv,
+                                 .row_pairs = s->row_pairs + key * TILE_ROWS + panel * PANEL / 2};
+        if (!backward_panel(p, queries, &part, keys_finite, s)) continue;
+        for (int64_t block = key / TILE_DEPTH; block * TILE_DEPTH < end - tile_begin; block++)
+            panels[block] |= UINT32_C(1) << panel;
     }
     if (!packed) return;
+    if (kind == TILE_PAIRS) add_keys_in_tiles(p, n, panels, s);
     wait_for_turn(t, keys_before + tile_end);
     add_key_rows(queries, p->dk_stride, p->head_dim, first_row, n, kind == TILE_PAIRS ? (real)p->scale : 1, s->dk,
                  p->dk);
@@ -291,12 +311,13 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
             pack_queries(p, &queries, kind, input_dout(p), panel, s->v_words);
             q = s->k_words, dout = s->v_words;
         }
-        transpose(q, PANEL, d_words, s->q_panels + panel * PANEL * d_words, PANEL);
-        transpose(dout, PANEL, dv_words, s->dout_panels + panel * PANEL * dv_words, PANEL);
         if (kind == TILE_PAIRS) {
             pair_rows(q, PANEL, d, d_words, s->q_pairs + panel * PANEL / 2 * d);
             pair_rows(dout, PANEL, dv, dv_words, s->dout_pairs + panel * PANEL / 2 * dv);
         }
+        if (kind != REALS) sign_pairs(p->scale, PANEL * d_words, q);
+        transpose(q, PANEL, d_words, s->q_panels + panel * PANEL * d_words, PANEL);
+        transpose(dout, PANEL, dv_words, s->dout_panels + panel * PANEL * dv_words, PANEL);
     }
     if (kind == TILE_PAIRS) tile_configure();
     if (drops(p)) find_dropout_rows(p, &queries, &s->dropout);

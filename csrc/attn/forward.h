@@ -27,7 +27,7 @@ static int64_t forward_lay_out(const rt_attn_params *p, char *workspace, forward
     s->k = take(at, TILE_KEYS * d);
     s->v = take(at, TILE_KEYS * dv);
     s->v_words = take(at, for_tiles(p, TILE_KEYS * row_words(TILE_PAIRS, p->v_head_dim)));
-    s->v_columns = take(at, for_tiles(p, TILE_KEYS / 2 * dv));
+    s->v_columns = take(at, for_tiles(p, TILE_KEYS * row_words(TILE_PAIRS, p->v_head_dim)));
     s->weights = take(at, TILE_KEYS * PANEL);
     s->factors = take(at, num_factors(p));
     return space.num_bytes;
@@ -38,40 +38,61 @@ static int64_t forward_scratch_bytes(const rt_attn_params *p) {
     return forward_lay_out(p, NULL, &s);
 }
 
-// weights (n keys, PANEL): scores become exp(score - reference), and their sums over the keys are added to sum (PANEL).
-ALWAYS_INLINE void exponentiate(int64_t n, const vec *reference, real *weights, real *sum) {
+// weights (n, PANEL) = exp(factor * scores - reference) of n keys, and their sums over the keys are added to sum
+// (PANEL). in_pairs: weights (n / 2, PANEL) are pairs of keys, rounded to bf16; n is even.
+ALWAYS_INLINE void exponentiate(int64_t n, real factor, const vec *reference, bool in_pairs, const real *scores,
+                                real *weights, real *sum) {
     vec total[PANEL_VECS] = {{0}};
-    for (int64_t k = 0; k < n; k++)
+    for (int64_t k = 0; k < n; k += in_pairs ? 2 : 1, weights += PANEL)
 #pragma GCC unroll 4
         for (int j = 0; j < PANEL_VECS; j++) {
-            real *at = weights + k * PANEL + j * LANES;
-            const vec weight = weight_exp(vec_load(at) - reference[j]);
-            vec_store(at, weight);
+            const real *at = scores + k * PANEL + j * LANES;
+            vec weight = weight_exp(vec_load(at) * factor - reference[j]);
             total[j] += weight;
+            if (in_pairs) {
+                const vec odd = weight_exp(vec_load(at + PANEL) * factor - reference[j]);
+                total[j] += odd;
+                weight = pair_lanes(weight, odd);
+            }
+            vec_store(weights + j * LANES, weight);
         }
 #pragma GCC unroll 4
     for (int j = 0; j < PANEL_VECS; j++) vec_store(sum + j * LANES, vec_load(sum + j * LANES) + total[j]);
 }
 
-// One online-softmax step of a panel: weights (n keys, PANEL) holds scores and becomes exp(score - new max). Updates
-// the running max and sum; the caller multiplies out by rescale.
-static void softmax_step(real *weights, int64_t n, real *max, real *sum, real *rescale) {
+// One online-softmax step of a panel: weights (n keys, PANEL) holds scores, and becomes exp(factor * score - new max).
+// Updates the running max and sum; the caller multiplies out by rescale. in_pairs: the weights become pairs of keys,
+// and those beyond n, up to a whole block, 0.
+static void softmax_step(real *weights, int64_t n, real factor, bool in_pairs, real *max, real *sum, real *rescale) {
     vec top[PANEL_VECS], reference[PANEL_VECS];
 #pragma GCC unroll 4
-    for (int j = 0; j < PANEL_VECS; j++) top[j] = vec_load(max + j * LANES);
+    for (int j = 0; j < PANEL_VECS; j++) top[j] = vec_set(-(real)INFINITY);
     for (int64_t k = 0; k < n; k++)
 #pragma GCC unroll 4
         for (int j = 0; j < PANEL_VECS; j++) top[j] = vec_max(top[j], vec_load(weights + k * PANEL + j * LANES));
 #pragma GCC unroll 4
     for (int j = 0; j < PANEL_VECS; j++) {
+        top[j] = vec_max(vec_load(max + j * LANES), top[j] * factor);
         // A row without a key so far, or with scores of -inf only: any finite reference makes its weights 0.
         reference[j] = vec_select(top[j] == -(real)INFINITY, vec_set(0), top[j]);
-        const vec factor = weight_exp(vec_load(max + j * LANES) - reference[j]);
+        const vec shrink = weight_exp(vec_load(max + j * LANES) - reference[j]);
         vec_store(max + j * LANES, top[j]);
-        vec_store(sum + j * LANES, vec_load(sum + j * LANES) * factor);
-        vec_store(rescale + j * LANES, factor);
+        vec_store(sum + j * LANES, vec_load(sum + j * LANES) * shrink);
+        vec_store(rescale + j * LANES, shrink);
     }
-    for (int64_t k = 0; k < n; k += SUM_LEN) exponentiate(min64(n - k, SUM_LEN), reference, weights + k * PANEL, sum);
+    if (!in_pairs) {
+        for (int64_t k = 0; k < n; k += SUM_LEN)
+            exponentiate(min64(n - k, SUM_LEN), factor, reference, false, weights + k * PANEL, weights + k * PANEL,
+                         sum);
+        return;
+    }
+    for (int64_t j = 0; j < PANEL && n % 2 != 0; j += LANES)
+        vec_store(weights + n * PANEL + j, vec_set(-(real)INFINITY));
+    const int64_t even = round_up(n, 2);
+    for (int64_t k = 0; k < even; k += SUM_LEN)
+        exponentiate(min64(even - k, SUM_LEN), factor, reference, true, weights + k * PANEL, weights + k / 2 * PANEL,
+                     sum);
+    memset(weights + even / 2 * PANEL, 0, (size_t)((round_up(n, TILE_DEPTH) - even) / 2 * PANEL) * sizeof(real));
 }
 
 static void scale_rows(const real *factors, int64_t num_rows, int64_t width, real *rows) {
@@ -134,7 +155,7 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
             pack_keys(p, queries, kind, input_k(p), first_row, n, s->k);
             if (kind == TILE_PAIRS) {
                 pack_keys(p, queries, kind, input_v(p), first_row, n, s->v_words);
-                v_finite = pair_columns(s->v_words, n, dv, row_words(kind, p->v_head_dim), s->v, s->v_columns);
+                v_finite = pair_columns(s->v_words, n, row_words(kind, p->v_head_dim), s->v_columns);
             } else {
                 v_finite = pack_keys(p, queries, REALS, input_v(p), first_row, n, s->v);
             }
@@ -148,9 +169,10 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
         attn_span spans[MAX_SPANS];
         const int64_t num_spans = find_spans(&s->ranges, queries, panel, begin, end, span_block(kind), spans);
         for (int64_t i = 0; i < num_spans; i++) score_span(p, &spans[i], k, s->q_panels + rows * d, s->weights);
-        if (p->softcap > 0) softcap_panel((real)p->softcap, n, s->weights);
+        const real factor = cap_scores(p, n, s->weights);
         if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
-        softmax_step(s->weights, n, s->max + rows, s->sum + rows, s->rescale + rows);
+        const bool in_pairs = kind == TILE_PAIRS && !drops(p) && (full || v_finite);
+        softmax_step(s->weights, n, factor, in_pairs, s->max + rows, s->sum + rows, s->rescale + rows);
         if (drops(p)) { // the sums are those of all keys
             dropout_panel(p, &s->dropout, run, panel, begin, end, s->factors);
             multiply_panel(n, s->factors, s->weights);
@@ -166,7 +188,7 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
             continue;
         }
         if (kind == TILE_PAIRS) {
-            pair_keys(n, s->weights);
+            if (!in_pairs) pair_keys(n, s->weights);
             for (int64_t i = 0; i < num_spans; i++)
                 add_values_in_tiles(&spans[i], dv, s->v_columns + (begin - tile_begin) / 2, s->weights, out);
             continue;
@@ -232,6 +254,8 @@ static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace)
         pack_queries(p, &queries, kind, input_q(p), panel, s->k);
         if (kind == REALS)
             for (int64_t i = 0; i < PANEL * d; i += LANES) vec_store(s->k + i, vec_load(s->k + i) * (real)p->scale);
+        else
+            sign_pairs(p->scale, PANEL * d, s->k);
         transpose(s->k, PANEL, d, s->q_panels + panel * PANEL * d, PANEL);
     }
     if (kind == TILE_PAIRS) tile_configure();

@@ -24,11 +24,10 @@ enum { SUM_LEN = 32 };
 // multiplied in vectors or in tiles.
 typedef enum word_kind { REALS, BF16_PAIRS, TILE_PAIRS } word_kind;
 
-// c (m, n) = factor * a (m, depth) b (depth, n), added to c if `add`. a is read at a[i * a_row + k * a_col]; rows of b
-// and c are `row` apart. n is a multiple of LANES, depth counts words.
+// c (m, n) = a (m, depth) b (depth, n), added to c if `add`. a is read at a[i * a_row + k * a_col]; rows of b and c are
+// `row` apart. n is a multiple of LANES, depth counts words.
 typedef struct product {
     word_kind kind;
-    real factor;
     int64_t m, n, depth;
     const real *a;
     int64_t a_row, a_col;
@@ -88,7 +87,7 @@ ALWAYS_INLINE void gemm_tile(product p, int rows, int vecs) {
 #pragma GCC unroll 4
         for (int j = 0; j < vecs; j++) {
             real *to = p.c + i * p.row + j * LANES;
-            vec_store(to, p.add ? vec_load(to) + sum[i][j] * p.factor : sum[i][j] * p.factor);
+            vec_store(to, p.add ? vec_load(to) + sum[i][j] : sum[i][j]);
         }
 }
 
@@ -162,7 +161,7 @@ ALWAYS_INLINE void gemm_words(product p) {
 
 // c (m, n) = a (m, depth) b (depth, n) of numbers, added to c if `add`; rows of b and c are `row` apart.
 static void gemm(int64_t m, int64_t n, int64_t depth, matrix a, const real *b, real *c, int64_t row, bool add) {
-    gemm_words((product){REALS, 1, m, n, depth, a.at, a.row, a.col, b, c, row, add});
+    gemm_words((product){REALS, m, n, depth, a.at, a.row, a.col, b, c, row, add});
 }
 
 #ifdef RT_TILES
@@ -213,11 +212,6 @@ static void gemm_tiles(product p) {
     for (int64_t i = 0; i < p.m; i += 2 * TILE_SIDE)
         for (int64_t j = 0; j < p.n; j += 2 * TILE_SIDE)
             gemm_square(&p, p.a + i * p.a_row, p.b + j, p.c + i * p.row + j, p.m - i > TILE_SIDE, p.n - j > TILE_SIDE);
-    for (int64_t i = 0; i < p.m && p.factor != 1; i++)
-        for (int64_t j = 0; j < p.n; j += LANES) {
-            real *to = p.c + i * p.row + j;
-            vec_store(to, vec_load(to) * p.factor);
-        }
 #else
     (void)p;
 #endif
@@ -225,13 +219,12 @@ static void gemm_tiles(product p) {
 
 // c += a b of pairs in tiles.
 static void gemm_add_tiles(int64_t m, int64_t n, int64_t depth, matrix a, const real *b, real *c, int64_t row) {
-    gemm_tiles((product){TILE_PAIRS, 1, m, n, depth, a.at, a.row, a.col, b, c, row, true});
+    gemm_tiles((product){TILE_PAIRS, m, n, depth, a.at, a.row, a.col, b, c, row, true});
 }
 
-// A product of packed inputs into panels: b and c are (rows, PANEL). Numbers have factor 1.
-static void gemm_inputs(word_kind kind, real factor, int64_t m, int64_t n, int64_t depth, matrix a, const real *b,
-                        real *c) {
-    const product p = {kind, factor, m, n, depth, a.at, a.row, a.col, b, c, PANEL, false};
+// A product of packed inputs into panels: b and c are (rows, PANEL).
+static void gemm_inputs(word_kind kind, int64_t m, int64_t n, int64_t depth, matrix a, const real *b, real *c) {
+    const product p = {kind, m, n, depth, a.at, a.row, a.col, b, c, PANEL, false};
     if (kind == TILE_PAIRS) gemm_tiles(p);
 #ifdef RT_BF16_PAIRS
     else if (kind == BF16_PAIRS)

@@ -48,9 +48,13 @@ static inline int64_t row_words(word_kind kind, int64_t dim) { return round_up(n
 ALWAYS_INLINE void pack_row(word_kind kind, rt_dtype dtype, const void *array, int64_t offset, int64_t n,
                             int64_t padded, real *to, vec *check) {
     if (kind != REALS) {
+        const uint16_t *from = (const uint16_t *)array + offset;
+        const int64_t whole = n / (2 * LANES) * LANES; // words that fill vectors: copied without a call
+        for (int64_t i = 0; i < whole; i += LANES) memcpy(to + i, from + 2 * i, sizeof(vec));
+        if (whole == padded) return;
         // The zeros also cover the half word that an odd n leaves.
         memset(to + n / 2, 0, (size_t)(padded - n / 2) * sizeof(real));
-        memcpy(to, (const uint16_t *)array + offset, (size_t)n * sizeof(uint16_t));
+        memcpy(to + whole, from + 2 * whole, (size_t)(n - 2 * whole) * sizeof(uint16_t));
         return;
     }
     int64_t direct = 0; // elements of the math type that fill whole vectors: loaded without a conversion
@@ -65,6 +69,12 @@ ALWAYS_INLINE void pack_row(word_kind kind, rt_dtype dtype, const void *array, i
     if (direct == padded) return;
     load_chunk(dtype, array, offset + direct, n - direct, to + direct); // writes the zeros as well
     for (int64_t i = direct; i < padded; i += LANES) *check += vec_load(to + i) * 0;
+}
+
+// Pairs of q, whose scale is applied to scores but for its sign: negates them if it is below 0.
+static void sign_pairs(double scale, int64_t num_words, real *words) {
+    for (int64_t i = 0; i < num_words && scale < 0; i += LANES)
+        vec_store(words + i, (vec)((vec_bits)vec_load(words + i) ^ (real_bits)0x80008000));
 }
 
 static inline bool is_zero(vec check) { return vec_reduce_sum(check) == 0; }
@@ -103,12 +113,9 @@ static bool pack_queries(const rt_attn_params *p, const query_tile *queries, wor
     return is_zero(check);
 }
 
-// to (LANES, LANES) = from (LANES, LANES) transposed: swaps the off-diagonal squares of half its size, then of a
-// quarter, and so on.
-static void transpose_square(const real *from, int64_t from_row, real *to, int64_t to_row) {
-    vec rows[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) rows[i] = vec_load(from + i * from_row);
+// A square of LANES rows becomes its transpose: swaps the off-diagonal squares of half its size, then of a quarter, and
+// so on.
+ALWAYS_INLINE void transpose_rows(vec rows[LANES]) {
 #pragma GCC unroll 4
     for (int half = LANES / 2; half > 0; half /= 2)
 #pragma GCC unroll 16
@@ -118,6 +125,14 @@ static void transpose_square(const real *from, int64_t from_row, real *to, int64
             rows[i] = vec_weave(upper, lower, half, 0);
             rows[i + half] = vec_weave(upper, lower, half, half);
         }
+}
+
+// to (LANES, LANES) = from (LANES, LANES) transposed.
+static void transpose_square(const real *from, int64_t from_row, real *to, int64_t to_row) {
+    vec rows[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) rows[i] = vec_load(from + i * from_row);
+    transpose_rows(rows);
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) vec_store(to + i * to_row, rows[i]);
 }
@@ -157,13 +172,33 @@ static bool pair_rows(const real *rows, int64_t num_rows, int64_t width, int64_t
     return is_zero(check);
 }
 
-// to (width, TILE_KEYS / 2), words: the same of n keys, transposed, for products that sum over keys; `pairs` is a
-// buffer of TILE_KEYS / 2 rows.
-static bool pair_columns(const real *rows, int64_t n, int64_t width, int64_t row_words, real *pairs, real *to) {
-    const int64_t padded = round_up(n, TILE_DEPTH);
-    const bool finite = pair_rows(rows, padded, width, row_words, pairs);
-    transpose(pairs, padded / 2, width, to, TILE_KEYS / 2);
-    return finite;
+// to (2 row_words, TILE_KEYS / 2), words: column j of keys 2 i and 2 i + 1 of n keys, packed as (n, row_words), for
+// products that sum over keys; beyond n, a whole block. Returns whether all numbers are finite.
+static bool pair_columns(const real *rows, int64_t n, int64_t row_words, real *to) {
+    vec check = vec_set(0);
+    for (int64_t key = 0; key < n; key += 2 * LANES)
+        for (int64_t word = 0; word < row_words; word += LANES) {
+            vec low[LANES], high[LANES]; // of both keys of a pair: their low halves, even columns; and high, odd ones
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) {
+                const real *pair = rows + (key + 2 * i) * row_words + word;
+                const vec_bits even = (vec_bits)vec_load(pair), odd = (vec_bits)vec_load(pair + row_words);
+                const vec_bits upper = ~(vec_bits){0} << 16;
+                low[i] = (vec)((even & ~upper) | odd << 16);
+                high[i] = (vec)((even >> 16 & ~upper) | (odd & upper));
+                check += (vec)(even << 16) * 0 + (vec)(even & upper) * 0;
+                check += (vec)(odd << 16) * 0 + (vec)(odd & upper) * 0;
+            }
+            transpose_rows(low);
+            transpose_rows(high);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) {
+                real *column = to + 2 * (word + i) * (TILE_KEYS / 2) + key / 2;
+                vec_store(column, low[i]);
+                vec_store(column + TILE_KEYS / 2, high[i]);
+            }
+        }
+    return is_zero(check);
 }
 
 // A worker's workspace, of which num_bytes are taken; if its memory is NULL, they are only counted.

@@ -20,21 +20,26 @@ static void pair_keys(int64_t n, real *weights) {
             vec_store(to, pair_lanes(vec_load(weights + key * PANEL + j), vec_load(weights + (key + 1) * PANEL + j)));
 }
 
-// scores (keys, PANEL) = scale k q^T, within a span of a packed panel. Packed numbers of q include the scale; pairs
-// cannot, so the product applies it.
+// What the scores of a panel have yet to be multiplied by. Packed numbers of q include the scale, pairs only its sign.
+static inline real score_factor(const rt_attn_params *p) { return input_kind(p) == REALS ? 1 : (real)fabs(p->scale); }
+
+// scores (keys, PANEL) = k q^T, within a span of a packed panel.
 static void score_span(const rt_attn_params *p, const attn_span *at, const real *k, const real *q, real *scores) {
     const word_kind kind = input_kind(p);
     const int64_t k_row = row_words(kind, p->head_dim);
-    gemm_inputs(kind, kind == REALS ? 1 : (real)p->scale, at->num_keys, round_up(at->num_rows, LANES),
-                num_words(kind, p->head_dim), rows_of(k + at->key * k_row, k_row), q + at->row,
-                scores + at->key * PANEL + at->row);
+    gemm_inputs(kind, at->num_keys, round_up(at->num_rows, LANES), num_words(kind, p->head_dim),
+                rows_of(k + at->key * k_row, k_row), q + at->row, scores + at->key * PANEL + at->row);
 }
 
-// scores = softcap * tanh(scores / softcap), over n keys of a panel.
-static void softcap_panel(real softcap, int64_t n, real *scores) {
-    const vec inverse = vec_set(1 / softcap);
-    for (int64_t i = 0; i < n * PANEL; i += LANES)
+// Applies the softcap to n keys of a panel: softcap * tanh(factor * scores / softcap). Returns what the scores have yet
+// to be multiplied by, which is above 0: masked scores, of -inf, stay so.
+static real cap_scores(const rt_attn_params *p, int64_t n, real *scores) {
+    const real softcap = (real)p->softcap, factor = score_factor(p);
+    const vec inverse = vec_set(factor / softcap);
+    for (int64_t i = 0; i < n * PANEL && softcap > 0; i += LANES)
         vec_store(scores + i, softcap * vec_tanh(vec_load(scores + i) * inverse));
+    for (int64_t i = 0; i < n * PANEL && factor == 0; i += LANES) vec_store(scores + i, vec_load(scores + i) * 0);
+    return softcap > 0 || factor == 0 ? 1 : factor;
 }
 
 // exp of a score minus the maximum (or the log-sum-exp), so x exceeds 0 by a rounding error at most. Flushes results
