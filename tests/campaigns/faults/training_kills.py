@@ -1,7 +1,8 @@
 """Kills or stops a random rank of a small training, at a random moment of a random phase.
 
 Every other rank must end soon, and the last thing that it prints is a sentence of ringtile that names that rank, or, in
-a collective of the engine or of accelerate, gloo's own error, on which torchrun would end the others.
+a collective of the engine or of accelerate, gloo's own error, on which torchrun would end the others. A rank that waits
+for one which such an error has ended names that one, whose log has the error.
 """
 
 from __future__ import annotations
@@ -151,15 +152,17 @@ def run(trial: Trial, counts: Counts, tries: int = 3) -> list[float]:
         counts.hangs += 1
         counts.notes.append(f"{trial}: ranks {sorted(running.values())} hung")
         return []
-    sentence = re.compile(
+    last = {rank: "".join(text.rstrip().splitlines(keepends=True)[-1:]) for rank, text in words.items()}
+    of_gloo = re.compile(r"\[rank\d\]: .*(gloo/|closed by peer|timeout caused pair closure|DistBackendError).*\n*")
+    causes = {trial.victim, *(rank for rank, line in last.items() if of_gloo.fullmatch(line))}
+    of_ringtile = re.compile(
         r"(\[rank\d\]: ringtile\.errors\.PeerLostError|ringtile: error: rank \d)"
-        rf": rank {trial.victim} was lost in .*\n*"
-        r"|\[rank\d\]: .*(gloo/|closed by peer|timeout caused pair closure|DistBackendError).*\n*"
+        rf": rank ({'|'.join(map(str, causes))}) was lost in .*\n*"
     )
     wrong = {
-        rank: text[-1200:]
-        for rank, text in words.items()
-        if not sentence.fullmatch("".join(text.rstrip().splitlines(keepends=True)[-1:]))
+        rank: words[rank][-1200:]
+        for rank, line in last.items()
+        if not of_ringtile.fullmatch(line) and not of_gloo.fullmatch(line)
     }
     seconds = [end - began for end in ends.values()]
     if wrong:
