@@ -127,14 +127,9 @@ def attention(
     if torch.compiler.is_compiling() or not is_plain(q):  # what traces makes no mask or layout
         given["sequence"] = SequenceTensors.of_one_rank(seq_len, mask, bool(is_causal))
     else:
-        given["mask"] = mask = mask or _mask_of(seq_len, bool(is_causal))
+        given["mask"] = mask = mask or IntervalMask.whole(seq_len, bool(is_causal))
         given["layout"] = _one_rank(mask.seq_len)
     return ring_attention(q, k, v, return_lse=return_lse, **given)
-
-
-@functools.lru_cache(maxsize=64)
-def _mask_of(seq_len: int, is_causal: bool) -> IntervalMask:
-    return IntervalMask.causal(seq_len) if is_causal else IntervalMask.full(seq_len)
 
 
 @functools.lru_cache(maxsize=64)

@@ -49,13 +49,12 @@ def read(inputs: Mapping[str, Any], *numbers: Tensor) -> tuple[dict[str, Any], l
 def mask_of_batch(
     inputs: Mapping[str, Any], batch_size: int, seq_len: int, positions_separate: bool = True, causal: bool = True
 ) -> IntervalMask:
-    """The mask of a batch (B, S), causal or full, narrowed by padding and documents.
+    """The mask of a batch (B, S) that `read` has put on the host, causal or full, narrowed by padding and documents.
 
     positions_separate: whether position ids that start again start a document.
 
     Raises MaskNotExpressibleError, RefusedError for a batch that contradicts itself, InputError for wrong shapes.
     """
-    inputs, _ = read(inputs)
     masks = []
     attention_mask, position_ids = inputs.get("attention_mask"), documents_of(inputs.get("position_ids"))
     cu_seq_lens = _cu_seq_lens(inputs)
@@ -66,7 +65,7 @@ def mask_of_batch(
         and bool((attention_mask == 1).all())
     )
     if is_one_document:
-        return _whole(seq_len, causal)
+        return IntervalMask.whole(seq_len, causal)
     if attention_mask is not None:
         begins = _begins(cu_seq_lens, inputs.get("seq_idx"), seq_len)
         masks.append(_of_attention_mask(attention_mask, position_ids, begins, batch_size, seq_len, causal))
@@ -79,17 +78,11 @@ def mask_of_batch(
     if inputs.get("seq_idx") is not None:
         masks.append(_documents(inputs["seq_idx"].long() + 1, causal))  # documents 0, 1, ..., -1 is padding
     if not masks:
-        return _whole(seq_len, causal)
+        return IntervalMask.whole(seq_len, causal)
     mask = functools.reduce(operator.and_, masks)
     if mask.seq_len != seq_len:
         raise InputError(f"the documents are of {mask.seq_len} tokens, the batch of {seq_len}; expected one length")
     return _one_row_if_equal(mask)
-
-
-@functools.lru_cache(maxsize=4)
-def _whole(seq_len: int, causal: bool) -> IntervalMask:
-    """Of rows of one document: the same object, with what it has remembered, for batches of one length."""
-    return IntervalMask.causal(seq_len) if causal else IntervalMask.full(seq_len)
 
 
 def documents_of(position_ids: Tensor | None) -> Tensor | None:

@@ -109,7 +109,7 @@ class Sharding:
         self._reader.check_largest(batch.max_position)
         attention_mask = inputs.get("attention_mask")
         counted = None if attention_mask is None else attention_mask.ne(0)
-        if whole and not is_tree and self._is_plain(inputs):
+        if whole and not is_tree and self._is_plain(on_host):
             main = main_input((), inputs)
             assert main is not None  # of it the batch was made
             call = ModelCall((main.size(0), main.size(1)), None, main.size(1), counted)
@@ -199,7 +199,7 @@ def shard_batch(
     given = {name: inputs[name] for name in reading.besides if inputs.get(name) is not None}
     _refuse(inputs, ({*PADDING, *_GLOBAL} - unknown) | reading.besides)
     per_token = _per_token(inputs, main, reading, positions)
-    on_host = read(inputs)[0] if on_host is None else on_host
+    on_host = on_host or read(inputs)[0]
     made = (
         mask_of_batch(on_host, batch_size, seq_len, reading.positions_separate, causal) if rows is None else rows.mask
     )
@@ -230,6 +230,8 @@ def shard_batch(
     for name, tensor in per_token.items():
         dim = tensor.dim() - 1 if name == "position_ids" else 1
         local[name] = sequence.shard(_padded(tensor, dim, padding, PADDING.get(name, IGNORE_INDEX), last), dim=dim)
+    if "attention_mask" not in per_token:
+        local["attention_mask"] = (batch.places < seq_len).long().expand(batch_size, -1)
     batch.token_weights, batch.position_ids = local["attention_mask"], local["position_ids"]
     if batch.position_ids.dim() == 3:  # of M-RoPE, whose first row is that of text
         batch.position_ids = batch.position_ids[0]
@@ -293,7 +295,6 @@ def _per_token(
         counted = torch.arange(seq_len, device=main.device)[None]
         per_token["position_ids"] = counted if positions is None else positions.to(main.device)
     per_token["position_ids"] = _rows(per_token["position_ids"], batch_size, seq_len, reading.takes_rows)
-    per_token.setdefault("attention_mask", torch.ones(batch_size, seq_len, dtype=torch.int64, device=main.device))
     if inputs.get("labels") is not None and not reading.shifts_labels:
         per_token["labels"] = inputs["labels"]
     elif inputs.get("labels") is not None and "shift_labels" not in per_token:

@@ -245,7 +245,7 @@ class Layout:
             return cls._per_document(bounds.diff(), world_size)
         if name == "balanced":
             return cls.balanced(mask, world_size)
-        return cls.named(name, mask.seq_len, world_size)
+        return named_layout(name, mask.seq_len, world_size)
 
     @staticmethod
     def multiple(name: str, world_size: int) -> int:
@@ -320,6 +320,12 @@ def resolved(name: str, mask: IntervalMask | None = None) -> str:
         return "balanced"
     first, last = (torch.where(attends, mask.begin, none) for none in (mask.seq_len, -1))
     return "zigzag" if bool((first.amin(1) >= last.amax(1)).all()) else "balanced"
+
+
+@functools.lru_cache(maxsize=64)
+def named_layout(name: str, seq_len: int, world_size: int) -> Layout:
+    """Return `Layout.named`: one object, with what it has remembered, for all sequences of one length."""
+    return Layout.named(name, seq_len, world_size)
 
 
 def check_types(mask: object, *layout: object) -> None:

@@ -257,6 +257,12 @@ class IntervalMask:
         return cls._of(torch.zeros_like(end), end)
 
     @classmethod
+    @functools.lru_cache(maxsize=64)
+    def whole(cls, seq_len: int, causal: bool) -> IntervalMask:
+        """Return `causal` or `full`: one object, with what it has remembered, for all rows of one document."""
+        return cls.causal(seq_len) if causal else cls.full(seq_len)
+
+    @classmethod
     def sliding_window(cls, seq_len: int, window: int, *, causal: bool = True) -> IntervalMask:
         """At most `window` keys up to the query's own: q - window < k <= q, as in transformers.
 

@@ -9,7 +9,6 @@ Shape letters: S global tokens, N local tokens, W ranks, R runs of all ranks.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringtile.errors import InputError, RefusedError, RingtileError
-from ringtile.sequence.layout import Layout
+from ringtile.sequence.layout import Layout, named_layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, group_of_mesh, transport_of
@@ -43,7 +42,7 @@ def group_of(mesh: Mesh) -> Group:
 def layout_of(layout: Layout | str, seq_len: int, world_size: int) -> Layout:
     """The layout itself, or the one of that name. InputError: it has another length or number of ranks."""
     if isinstance(layout, str):
-        return _named_layout(layout, seq_len, world_size)
+        return named_layout(layout, seq_len, world_size)
     if not isinstance(layout, Layout):
         raise InputError(f"layout is a {type(layout).__name__}; expected a Layout, or the name of one")
     if (layout.seq_len, layout.world_size) != (seq_len, world_size):
@@ -56,18 +55,7 @@ def layout_of(layout: Layout | str, seq_len: int, world_size: int) -> Layout:
 
 def unmasked_sequence(layout: Layout, group: Group, scheme: str = "ring") -> ShardedSequence:
     """The sequence in which every query attends every key; the same object for equal layouts and schemes."""
-    return ShardedSequence.of(_full_mask(layout.seq_len), layout, group, scheme=scheme)
-
-
-# Cached, so that finding the sequence in force again costs nothing that grows with S.
-@functools.lru_cache(maxsize=64)
-def _named_layout(name: str, seq_len: int, world_size: int) -> Layout:
-    return Layout.named(name, seq_len, world_size)
-
-
-@functools.lru_cache(maxsize=16)
-def _full_mask(seq_len: int) -> IntervalMask:
-    return IntervalMask.full(seq_len)
+    return ShardedSequence.of(IntervalMask.whole(layout.seq_len, causal=False), layout, group, scheme=scheme)
 
 
 @dataclass
@@ -124,7 +112,7 @@ def layout_in_force(group: Group, layout_name: str, local_len: int) -> Layout:
             "`with plan.attention():` of a ContextParallelPlan, or name the layout: ContextParallel(..., "
             "layout='zigzag'), context_parallel_unshard(..., load_balancer='zigzag')"
         )
-    layout = _named_layout(layout_name or "contiguous", local_len * transport.world_size, transport.world_size)
+    layout = named_layout(layout_name or "contiguous", local_len * transport.world_size, transport.world_size)
     _check_sharded(memory, transport, layout, f"the layout is {layout_name!r}, but")
     return layout
 
@@ -144,7 +132,7 @@ def _of_block(memory: _Memory, transport: Transport, local_len: int) -> Layout:
     innermost, world_size = memory.blocks[-1], transport.world_size
     if isinstance(innermost, ShardedSequence):
         return innermost.layout
-    layout = _named_layout(innermost, local_len * world_size, world_size)
+    layout = named_layout(innermost, local_len * world_size, world_size)
     around = next((block.layout for block in reversed(memory.blocks) if isinstance(block, ShardedSequence)), layout)
     if around != layout and around.local_len(transport.rank) == local_len:
         raise InputError(

@@ -36,7 +36,7 @@ from ringtile.hf.batch import (
 from ringtile.hf.families import CACHES, MIXERS, SHORT_CUTS, UNKNOWN_RECURRENCES
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.layers import mixers
-from ringtile.hf.masks import is_packed, mask_of_batch
+from ringtile.hf.masks import is_packed, mask_of_batch, read
 from ringtile.hf.model import base_model, instead, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.recurrent.choose import uses_libraries
@@ -131,7 +131,7 @@ def _begin_whole(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     if main is None or not is_packed(kwargs):
         return None
     rows, seq_len = main.shape[:2]
-    sequence = ShardedSequence.of(mask_of_batch(kwargs, rows, seq_len), Layout.contiguous(seq_len, 1))
+    sequence = ShardedSequence.of(mask_of_batch(read(kwargs)[0], rows, seq_len), Layout.contiguous(seq_len, 1))
     places = torch.arange(seq_len, device=main.device)
     activate(ShardedBatch(sequence, seq_len, seq_len - 1, None, places, only_recurrences=True))
     return args, {**kwargs, "use_cache": False}  # with a cache, transformers' attention would join them

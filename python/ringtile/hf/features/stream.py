@@ -301,7 +301,7 @@ def draw_mask(**kwargs: Any) -> Tensor | None:
     mask = intervals_of(kwargs["mask_function"], seq_len, padding)
     if padding is not None:
         rows = padding.size(0)
-        mask = mask & mask_of_batch({"attention_mask": padding.long()}, rows, seq_len, causal=False)
+        mask = mask & mask_of_batch({"attention_mask": padding.long().cpu()}, rows, seq_len, causal=False)
     empty = attention.empty_mask(kwargs["batch_size"], kwargs["device"])
     setattr(empty, attention.SEQUENCE, ShardedSequence.of(mask, Layout.contiguous(seq_len, 1)))
     return empty
