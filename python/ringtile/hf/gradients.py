@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +71,8 @@ def make_whole_for_hooks(model: nn.Module, group: ContextParallelGroup, patches:
     for name, weight in model.named_parameters():
         hooks: Any = weight._backward_hooks
         # Of a DTensor torch calls no hook in a backward of FSDP2.
-        if isinstance(weight, DTensor) or not (hooks or _accumulated(weight)):
+        accumulated = getattr(weight, "_post_accumulate_grad_hooks", None)
+        if isinstance(weight, DTensor) or not (hooks or (accumulated and _users(accumulated.values()))):
             continue
         if not hooks or not isinstance(next(iter(hooks.values())), _Mean):
             handle = weight.register_hook(_Mean(name, group))  # type: ignore[no-untyped-call]
@@ -107,7 +109,6 @@ class _Mean:
             return self.group.mean(gradient)
 
 
-def _accumulated(weight: Tensor) -> bool:
+def _users(hooks: Iterable[Any]) -> bool:
     """Whether a hook that is no engine's reads the gradient that was accumulated."""
-    hooks = (getattr(weight, "_post_accumulate_grad_hooks", None) or {}).values()
     return any((getattr(hook, "__module__", None) or "").partition(".")[0] not in _ENGINES for hook in hooks)

@@ -229,7 +229,13 @@ class ContextParallelGroup:
             return read(inputs)[0]
         besides = {} if written is None else written.numbers
         header = _fingerprint(inputs) | besides
-        mine = torch.stack([_on(self.device, number) for number in header.values()])
+        # A number goes to a GPU with a kernel's launch: for a copy of it, the host would wait.
+        mine = torch.stack(
+            [
+                x.to(self.device) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.int64, device=self.device)
+                for x in header.values()
+            ]
+        )
         gathered = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(gathered, mine, group=self.process_group)
         on_host, (values,) = read(inputs, torch.stack(gathered))
@@ -270,13 +276,6 @@ def _options(device: torch.device, timeout: datetime.timedelta) -> Any:
     options.config.max_ctas = 8
     options._timeout = timeout  # as given to new_group, which warns of any other
     return options
-
-
-def _on(device: torch.device, number: int | Tensor) -> Tensor:
-    """int64 (). A number goes to a GPU with a kernel's launch: for a copy of it, the host would wait."""
-    if isinstance(number, Tensor):
-        return number.to(device)
-    return torch.full((), number, dtype=torch.int64, device=device)
 
 
 def _fingerprint(inputs: Mapping[str, Any]) -> dict[str, int | Tensor]:

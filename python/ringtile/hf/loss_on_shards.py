@@ -95,8 +95,9 @@ class LossOnShards(ShardedLoss):
             if batch is not None:
                 batch.mean_share = self._mean_share(num_items_in_batch is not None, ways)
             stack.callback((for_call := Patches()).restore)
-            # Of all devices: SFTTrainer would raise to 1 what a shard has of a small count.
-            for_call.set(self.trainer.args, "average_tokens_across_devices", True)
+            if not self.trainer.args.average_tokens_across_devices:
+                # Of all devices: SFTTrainer would raise to 1 what a shard has of a small count.
+                for_call.set(self.trainer.args, "average_tokens_across_devices", True)
             if batch is not None and num_items_in_batch is None and batch.num_targets is not None:
                 num_items_in_batch = self._items_of_all(batch.num_targets, ways)
                 if not self.trainer.model_accepts_loss_kwargs:  # the Trainer hands the model no count: add it here

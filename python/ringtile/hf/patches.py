@@ -51,10 +51,9 @@ class Patches:
         """Replaces `owner.name` by `value` and remembers what the owner itself held."""
         held = {**vars(owner), **vars(owner).get("_modules", {})}  # torch.nn.Module keeps children apart
         if name in held:
-            original = held[name]
-            self.on_restore(lambda: setattr(owner, name, original))
+            self._undo.callback(setattr, owner, name, held[name])
         else:
-            self.on_restore(lambda: delattr(owner, name) if name in vars(owner) else None)
+            self._undo.callback(_delete, owner, name)
         self._entries.append((owner, name))
         setattr(owner, name, value)
 
@@ -102,6 +101,11 @@ class Patches:
         """
         self._entries.clear()
         self._undo.close()
+
+
+def _delete(owner: Any, name: str) -> None:
+    if name in vars(owner):
+        delattr(owner, name)
 
 
 def _touch_point(owner: object, name: str, original: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
