@@ -28,7 +28,7 @@ from ringtile import (
     ShardedSequence,
     ring_attention,
 )
-from ringtile.transport import groups, sockets
+from ringtile.transport import groups, rendezvous, sockets
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import ProcessGroupTransport, transport_of
 from ringtile.transport.loopback import LoopbackGroup, LoopbackTransport
@@ -152,7 +152,7 @@ def headers_on_their_way() -> list[str]:
     group, before = dist.new_group(), set(threading.enumerate())
     assert group is not None
     transport = as_over_nccl(group)
-    with patch.object(sockets, "PrefixStore", SlowStore):
+    with patch.object(rendezvous, "PrefixStore", SlowStore):
         for _ in range(2):
             with transport.agree("test", {}):
                 pass

@@ -19,18 +19,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from ringtile import PeerLostError, RingMismatchError
-from ringtile.transport import agreement, failures, groups, sockets
+from ringtile.transport import agreement, failures, groups, rendezvous, sockets
 from ringtile.transport.agreement import HEADER_BYTES
-from ringtile.transport.sockets import Meeting
+from ringtile.transport.rendezvous import Rendezvous
 
 
-def all_meet(world_size: int, function: Callable[[Meeting], Any], seconds: float = 40.0) -> list[Any]:
+def all_meet(world_size: int, function: Callable[[Rendezvous], Any], seconds: float = 40.0) -> list[Any]:
     """Call a function on each of these ranks, which have met in one store; return what each returns or raises."""
     store = dist.HashStore()
 
     def join(rank: int) -> Any:
         try:
-            return function(Meeting(store, rank, world_size, seconds))
+            return function(Rendezvous(store, rank, world_size, seconds))
         except agreement.PeerGoneError as gone:
             return gone
 
@@ -62,7 +62,7 @@ def test_a_rank_meets_and_connects_by_the_same_few_operations_of_the_store(
     def join(rank: int) -> int:
         rank_of.rank = rank
         store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-        meeting = Meeting(store, rank, world_size, 40.0)
+        meeting = Rendezvous(store, rank, world_size, 40.0)
         meeting.hosts = tuple(peer // 8 * 8 for peer in range(world_size))
         on_host = [peer for peer in range(rank // 8 * 8, rank // 8 * 8 + 8) if peer != rank]
         wires = [agreement.tree_neighbors(rank, world_size), failures.neighbors(rank, world_size), on_host]
@@ -71,8 +71,8 @@ def test_a_rank_meets_and_connects_by_the_same_few_operations_of_the_store(
             sockets.close_all(wire.values())
         return sum(map(len, links))
 
-    monkeypatch.setattr(sockets, "PrefixStore", Counted)
-    monkeypatch.setattr(sockets, "_host_id", lambda: f"host {rank_of.rank // 8}")
+    monkeypatch.setattr(rendezvous, "PrefixStore", Counted)
+    monkeypatch.setattr(rendezvous, "_host_id", lambda: f"host {rank_of.rank // 8}")
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with concurrent.futures.ThreadPoolExecutor(world_size) as threads:
         num_sockets = list(threads.map(join, range(world_size)))
@@ -84,11 +84,11 @@ def test_a_rank_meets_and_connects_by_the_same_few_operations_of_the_store(
         )
 
 
-def to_all_others(meeting: Meeting) -> list[dict[int, socket.socket]]:
+def to_all_others(meeting: Rendezvous) -> list[dict[int, socket.socket]]:
     return sockets.connect(meeting, [[peer for peer in range(len(meeting.hosts)) if peer != meeting.rank]])
 
 
-def on_two_hosts(meeting: Meeting) -> Meeting:
+def on_two_hosts(meeting: Rendezvous) -> Rendezvous:
     meeting.hosts = tuple(range(len(meeting.hosts)))
     return meeting
 
@@ -97,9 +97,9 @@ def on_two_hosts(meeting: Meeting) -> Meeting:
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_strangers_that_say_nothing_delay_no_rank(hosts: int) -> None:
     """They are there before the peer; one of them knows no token, one is gone. Within a host there is no port."""
-    strangers, say = [], Meeting.say
+    strangers, say = [], Rendezvous.say
 
-    def say_and_be_slow(meeting: Meeting, failure: Any = None, **fields: Any) -> list[dict[str, Any]]:
+    def say_and_be_slow(meeting: Rendezvous, failure: Any = None, **fields: Any) -> list[dict[str, Any]]:
         said = say(meeting, failure, **fields)
         if meeting.rank == 1 and "token" in fields:
             name, host, port = (said[0].get(key) for key in ("name", "host", "port"))
@@ -112,7 +112,7 @@ def test_strangers_that_say_nothing_delay_no_rank(hosts: int) -> None:
         return said
 
     began = time.monotonic()
-    with mock.patch.object(Meeting, "say", say_and_be_slow):
+    with mock.patch.object(Rendezvous, "say", say_and_be_slow):
         links = all_meet(2, lambda meeting: to_all_others(on_two_hosts(meeting) if hosts == 2 else meeting))
     assert time.monotonic() - began < 20.0  # of the 40 s in which ranks must meet
     first, second = (sockets.SocketChannel(*each, 20.0) for each in links)
@@ -125,12 +125,12 @@ def test_strangers_that_say_nothing_delay_no_rank(hosts: int) -> None:
 
 
 def test_a_peer_that_does_not_come_or_connect_is_named_in_time() -> None:
-    def connect(meeting: Meeting) -> Any:
+    def connect(meeting: Rendezvous) -> Any:
         return to_all_others(meeting) if meeting.rank == 0 else [meeting.say(token=""), meeting.say()]
 
     began = time.monotonic()
     with pytest.raises(agreement.PeerGoneError, match=r"nothing came for 0\.1 s") as gone:
-        Meeting(dist.HashStore(), 0, 2, 0.1)
+        Rendezvous(dist.HashStore(), 0, 2, 0.1)
     assert gone.value.peer == 1
     assert str(all_meet(3, connect, 0.5)[0]) == "it did not connect"
     assert time.monotonic() - began < 5.0
@@ -142,7 +142,7 @@ def test_a_rank_that_does_not_come_is_named_by_all() -> None:
 
     def join(rank: int) -> Any:
         with pytest.raises(agreement.PeerGoneError, match=r"nothing came for 0\.5 s") as gone:
-            Meeting(store, rank, 4, 0.5)
+            Rendezvous(store, rank, 4, 0.5)
         return gone.value.peer
 
     for absent in (0, 2):
@@ -154,15 +154,15 @@ def test_a_rank_that_does_not_come_is_named_by_all() -> None:
 @pytest.mark.timeout(60)
 def test_a_rank_that_cannot_be_reached_is_named_by_all_at_once() -> None:
     """As behind a firewall: no rank waits for those that raised."""
-    say = Meeting.say
+    say = Rendezvous.say
 
-    def unreachable(meeting: Meeting, failure: Any = None, **fields: Any) -> list[dict[str, Any]]:
+    def unreachable(meeting: Rendezvous, failure: Any = None, **fields: Any) -> list[dict[str, Any]]:
         if meeting.rank == 0 and "token" in fields:
             fields["port"] = 1  # on which nobody listens
         return say(meeting, failure, **fields)
 
     began = time.monotonic()
-    with mock.patch.object(Meeting, "say", unreachable):
+    with mock.patch.object(Rendezvous, "say", unreachable):
         gone = all_meet(3, lambda meeting: to_all_others(on_two_hosts(meeting)))
     assert time.monotonic() - began < 10
     assert [each.peer for each in gone] == [1, 0, 0]
@@ -192,7 +192,7 @@ def test_a_rank_without_descriptors_is_named_by_all(monkeypatch: pytest.MonkeyPa
 def test_a_long_timeout_is_several_waits(monkeypatch: pytest.MonkeyPatch, hosts: int) -> None:
     """A wait counts milliseconds in an int. Here each ends after 10 ms, and a rank is late at every step."""
 
-    def late(meeting: Meeting) -> bytes | None:
+    def late(meeting: Rendezvous) -> bytes | None:
         peer = 1 - meeting.rank
         meeting = on_two_hosts(meeting) if hosts == 2 else meeting
         time.sleep(0.2 * meeting.rank)
@@ -203,7 +203,7 @@ def test_a_long_timeout_is_several_waits(monkeypatch: pytest.MonkeyPatch, hosts:
         assert channel.wait([peer], meeting.timeout_seconds)
         return channel.receive(peer)
 
-    monkeypatch.setattr(sockets, "_LONGEST_WAIT", 0.01)
+    monkeypatch.setattr(sockets, "LONGEST_WAIT", 0.01)
     assert all_meet(2, late, sockets.LONGEST_SECONDS) == [b"x" * HEADER_BYTES] * 2
     assert not sockets.SocketChannel({}, 1.0).wait([], 0.03)
 
@@ -236,12 +236,12 @@ def test_a_store_that_has_ended_is_named_at_once() -> None:
 
 def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr(sockets, "HEADER_VERSION", 0)
+    monkeypatch.setattr(rendezvous, "HEADER_VERSION", 0)
     with pytest.raises(agreement.PeerGoneError):
-        Meeting(store, 1, 2, 0.01)
+        Rendezvous(store, 1, 2, 0.01)
     monkeypatch.undo()
     with pytest.raises(RingMismatchError, match=r"version in call 1 \(connecting\): rank 0 has 1, rank 1 has 0"):
-        Meeting(store, 0, 2, 1.0)
+        Rendezvous(store, 0, 2, 1.0)
 
 
 def test_an_address_is_never_the_loopback_that_a_name_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_an_address_is_never_the_loopback_that_a_name_stands_for(monkeypatch: py
 
 
 @pytest.mark.parametrize("is_header", [False, True])
-def test_what_has_no_room_is_no_part_of_the_next_word(is_header: bool) -> None:
+def test_what_has_no_room_is_nopart_of_the_next_word(is_header: bool) -> None:
     """The peer reads nothing until the connection is full, then everything, and then there are more."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 50_000)
@@ -315,9 +315,9 @@ class Store(dist.HashStore):
         super().set(key, value)
 
 
-def in_store(timeout_seconds: float = 5.0) -> tuple[Store, list[sockets.StoreChannel]]:
+def in_store(timeout_seconds: float = 5.0) -> tuple[Store, list[rendezvous.StoreChannel]]:
     store = Store()
-    return store, [sockets.StoreChannel(store, rank, [1 - rank], timeout_seconds) for rank in (0, 1)]
+    return store, [rendezvous.StoreChannel(store, rank, [1 - rank], timeout_seconds) for rank in (0, 1)]
 
 
 def header(number: int) -> bytes:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ringtile.transport import sockets
 from ringtile.transport.agreement import PeerGoneError
 from ringtile.transport.failures import MAX_NEIGHBORS, FailureDetector, Loss, neighbors
-from ringtile.transport.sockets import Meeting
+from ringtile.transport.rendezvous import Rendezvous
 
 W = 1024
 HOP_SECONDS = 0.05  # at most, from one rank's thread to another's: a busy host
@@ -172,7 +172,7 @@ def connected(world_size: int) -> tuple[list[FailureDetector], list[sockets.Sock
     store = dist.HashStore()
 
     def join(rank: int) -> sockets.SocketChannel:
-        meeting = Meeting(store, rank, world_size, 20.0)
+        meeting = Rendezvous(store, rank, world_size, 20.0)
         return sockets.SocketChannel(*sockets.connect(meeting, [neighbors(rank, world_size)]), 20.0)
 
     with concurrent.futures.ThreadPoolExecutor(world_size) as threads:

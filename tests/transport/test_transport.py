@@ -111,7 +111,7 @@ def test_a_skipped_call_is_named() -> None:
 def test_a_message_that_is_no_header_is_named(noise: bytes) -> None:
     def on_rank(group: LoopbackGroup) -> str:
         if group.transport.rank == 1:
-            group.transport._hall.channels[1].send(noise, [0])
+            group.transport._state.channels[1].send(noise, [0])
             return ""
         return message_of(RingMismatchError, lambda: pass_on(group))
 
@@ -235,7 +235,7 @@ def header_messages(world_size: int, monkeypatch: pytest.MonkeyPatch) -> list[li
             met.wait()
 
     world = LoopbackWorld(world_size)
-    rank_of = {channel: rank for rank, channel in enumerate(world.groups[0].transport._hall.channels)}
+    rank_of = {channel: rank for rank, channel in enumerate(world.groups[0].transport._state.channels)}
     assert max(len(channel._sockets) for channel in rank_of) <= 3
     world.run(on_rank)
     return counts

@@ -25,7 +25,8 @@ from ringtile.errors import ConfigError, InputError, PeerLostError, RingMismatch
 from ringtile.hf.masks import read
 from ringtile.transport.agreement import PeerGoneError
 from ringtile.transport.groups import backend_name, transport_of
-from ringtile.transport.sockets import LONGEST_SECONDS, Meeting, own_connection
+from ringtile.transport.rendezvous import Rendezvous, own_connection
+from ringtile.transport.sockets import LONGEST_SECONDS
 
 if TYPE_CHECKING:
     from ringtile.hf.written import Written
@@ -60,7 +61,7 @@ def meet_world(timeout_seconds: float, failure: Exception | None = None) -> None
     seconds = min(timeout_seconds, LONGEST_SECONDS)
     reason = None if failure is None else PeerGoneError(rank, with_kind(failure))
     try:
-        meeting = Meeting(own_connection(_get_default_store()), rank, world_size, seconds, reason, **mine)
+        meeting = Rendezvous(own_connection(_get_default_store()), rank, world_size, seconds, reason, **mine)
     except PeerGoneError as gone:
         if failure is not None:
             return

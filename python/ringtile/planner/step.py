@@ -60,7 +60,7 @@ from ringtile.stream import attend, layer
 from ringtile.stream.attend import CausalChunk, running_chunk
 from ringtile.tiled import glu, loss, mlp, weight_grad
 from ringtile.tiled.tiles import as_on
-from ringtile.transport.loopback import Hall, LoopbackGroup, LoopbackTransport
+from ringtile.transport.loopback import LoopbackGroup, LoopbackState, LoopbackTransport
 from ringtile.transport.transport import Exchange
 
 _MAX_MODULES = 100_000
@@ -520,7 +520,7 @@ class _SilentTransport(LoopbackTransport):
     """Rank 0 of a group whose messages are allocated and never travel."""
 
     def __init__(self, world_size: int) -> None:
-        super().__init__(0, world_size, Hall(1, 0.0))
+        super().__init__(0, world_size, LoopbackState(1, 0.0))
 
     @contextlib.contextmanager
     def agree(self, *terms: Any, **more: Any) -> Iterator[None]:

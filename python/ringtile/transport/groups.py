@@ -32,8 +32,9 @@ from ringtile.transport import at_exit, shared_memory, sockets  # noqa: F401  # 
 from ringtile.transport.agreement import HANG_UP_TAG, Headers, HeaderValue, tree_neighbors
 from ringtile.transport.failures import FailureDetector, neighbors
 from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld, loopback_groups
+from ringtile.transport.rendezvous import Rendezvous, StoreChannel, own_connection
 from ringtile.transport.shared_memory import SharedMemory
-from ringtile.transport.sockets import Meeting, SocketChannel, StoreChannel
+from ringtile.transport.sockets import SocketChannel
 from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS, Exchange, Messages, Transport, Work, Works, reason_of
 
 Group = dist.ProcessGroup | DeviceMesh | LoopbackGroup | str
@@ -149,16 +150,16 @@ class ProcessGroupTransport(Transport):
         device = torch.device("cpu") if "cpu" in self._carries else group._device_types[0]
         timeout: datetime.timedelta = group._get_backend(device).options._timeout
         seconds = min(timeout.total_seconds(), sockets.LONGEST_SECONDS)
-        store = sockets.own_connection(_get_process_group_store(group))
-        meeting = Meeting(store, rank, world_size, seconds, shares=shared_memory.shares_memory())
-        self.hosts, tree = meeting.hosts, tree_neighbors(rank, world_size)
+        store = own_connection(_get_process_group_store(group))
+        rendezvous = Rendezvous(store, rank, world_size, seconds, shares=shared_memory.shares_memory())
+        self.hosts, tree = rendezvous.hosts, tree_neighbors(rank, world_size)
         if "cpu" not in self._carries:
-            channel = StoreChannel(meeting.store, rank, tree, seconds)
+            channel = StoreChannel(rendezvous.store, rank, tree, seconds)
             weakref.finalize(self, channel.close)
             return Headers(rank, world_size, channel)
         watched = neighbors(rank, world_size)
-        headers, news, links = sockets.connect(meeting, [tree, watched, shared_memory.peers_of(meeting)])
-        self._shared = shared_memory.share(meeting, links)
+        headers, news, links = sockets.connect(rendezvous, [tree, watched, shared_memory.peers_of(rendezvous)])
+        self._shared = shared_memory.share(rendezvous, links)
         self.detector = detector = FailureDetector(rank, world_size, watched, SocketChannel(news, seconds))
         weakref.finalize(self, detector.close)
         detector.listen()

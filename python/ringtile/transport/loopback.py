@@ -26,7 +26,7 @@ _GONE = "it has hung up"
 _Key = tuple[int, int, int, int]  # of a message: sender, receiver, payload tag, and its number among those
 
 
-class Hall:
+class LoopbackState:
     """What the virtual ranks of a world share: messages, detectors and channels."""
 
     def __init__(self, world_size: int, timeout_seconds: float) -> None:
@@ -47,17 +47,17 @@ class Hall:
 class _LoopbackDetector(FailureDetector):
     """Tells all others itself."""
 
-    def __init__(self, rank: int, world_size: int, hall: list[_LoopbackDetector]) -> None:
+    def __init__(self, rank: int, world_size: int, state: list[_LoopbackDetector]) -> None:
         super().__init__(rank, world_size, [peer for peer in range(world_size) if peer != rank])
-        self._hall = hall
+        self._state = state
 
     def _send(self, notice: Notice) -> None:
         for peer in self.neighbors:
-            self._hall[peer].hear(self.rank, notice)
+            self._state[peer].hear(self.rank, notice)
 
     def close(self) -> None:
         for peer in self.neighbors:
-            self._hall[peer].hear_end(self.rank, _GONE)
+            self._state[peer].hear_end(self.rank, _GONE)
 
 
 class _Arrival(NamedTuple):
@@ -65,15 +65,15 @@ class _Arrival(NamedTuple):
 
     tensor: Tensor
     key: _Key
-    hall: Hall
+    state: LoopbackState
 
     def wait(self) -> None:
-        hall, sender = self.hall, self.key[0]
-        with hall.changed:
-            hall.changed.wait_for(lambda: self.key in hall.sent or sender in hall.gone, hall.timeout_seconds)
-            if self.key not in hall.sent:
-                raise RuntimeError(_GONE if sender in hall.gone else f"nothing came for {hall.timeout_seconds:g} s")
-            sent, made = hall.sent.pop(self.key)
+        state, sender = self.state, self.key[0]
+        with state.changed:
+            state.changed.wait_for(lambda: self.key in state.sent or sender in state.gone, state.timeout_seconds)
+            if self.key not in state.sent:
+                raise RuntimeError(_GONE if sender in state.gone else f"nothing came for {state.timeout_seconds:g} s")
+            sent, made = state.sent.pop(self.key)
         if made is not None:  # by the stream of the sender's thread; this thread may be on another one
             stream = torch.cuda.current_stream(sent.device)
             stream.wait_event(made)
@@ -84,15 +84,15 @@ class _Arrival(NamedTuple):
 class LoopbackTransport(Transport):
     """Messages between the threads of one LoopbackWorld."""
 
-    def __init__(self, rank: int, world_size: int, hall: Hall) -> None:
+    def __init__(self, rank: int, world_size: int, state: LoopbackState) -> None:
         super().__init__(rank, world_size)
         self.hosts = (0,) * world_size
-        self.detector = hall.detectors[rank]
-        self._hall = hall
+        self.detector = state.detectors[rank]
+        self._state = state
         self._call, self._numbers = 0, collections.Counter[tuple[int, int]]()  # of its messages, by their way
 
     def _connect(self) -> Headers:
-        return Headers(self.rank, self.world_size, self._hall.channels[self.rank])
+        return Headers(self.rank, self.world_size, self._state.channels[self.rank])
 
     def _start(self, tensor: Tensor, peer: int, *, outgoing: bool) -> Work | None:
         if self._call != self.num_calls:
@@ -102,19 +102,19 @@ class LoopbackTransport(Transport):
         self._numbers[way] += 1
         key = *way, self._payload_tag, self._numbers[way]
         if not outgoing:
-            return _Arrival(tensor, key, self._hall)
+            return _Arrival(tensor, key, self._state)
         copy = tensor.clone()
         made = torch.cuda.current_stream(copy.device).record_event() if copy.is_cuda else None
-        with self._hall.changed:
-            self._hall.sent[key] = copy, made
-            self._hall.changed.notify_all()
+        with self._state.changed:
+            self._state.sent[key] = copy, made
+            self._state.changed.notify_all()
         return None
 
     def _end_messages(self) -> None:
         """End the messages of this rank; what it sent before still arrives."""
-        with self._hall.changed:
-            self._hall.gone.add(self.rank)
-            self._hall.changed.notify_all()
+        with self._state.changed:
+            self._state.gone.add(self.rank)
+            self._state.changed.notify_all()
 
     def leave(self) -> None:
         """End this rank's part, whether it has made a call or not."""
@@ -144,8 +144,8 @@ class LoopbackWorld:
             raise InputError(f"world_size is {world_size}; expected at least 1")
         if not isinstance(timeout_seconds, int | float) or not timeout_seconds > 0:
             raise InputError(f"timeout_seconds is {shown(timeout_seconds)}; expected more than 0 s, math.inf for ever")
-        hall = Hall(world_size, min(timeout_seconds, LONGEST_SECONDS))
-        self.groups = [LoopbackGroup(LoopbackTransport(rank, world_size, hall)) for rank in range(world_size)]
+        state = LoopbackState(world_size, min(timeout_seconds, LONGEST_SECONDS))
+        self.groups = [LoopbackGroup(LoopbackTransport(rank, world_size, state)) for rank in range(world_size)]
 
     def run(self, function: Callable[[LoopbackGroup], Result]) -> list[Result]:
         """Call function(group) on every rank, once per world, and return the results by rank.

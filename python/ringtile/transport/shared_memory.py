@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ringtile.errors import InputError
 from ringtile.ops import _C
-from ringtile.transport.sockets import Meeting, close_all, to_free_in_child
+from ringtile.transport.rendezvous import Rendezvous
+from ringtile.transport.sockets import close_all, to_free_in_child
 
 VARIABLE = "RINGTILE_SHARED_MEMORY"
 _SHARING_SECONDS = 5.0  # that a peer may take to send its segment; then the two go on without
@@ -76,10 +77,10 @@ def shares_memory() -> bool:
     return value == "1"
 
 
-def peers_of(meeting: Meeting) -> list[int]:
+def peers_of(rendezvous: Rendezvous) -> list[int]:
     """Return the ranks of this host that may share memory with this one. They have met with shares=shares_memory()."""
-    rank, hosts = meeting.rank, meeting.hosts
-    sharing = [peer for peer, fact in enumerate(meeting.facts) if fact["shares"] and hosts[peer] == hosts[rank]]
+    rank, hosts = rendezvous.rank, rendezvous.hosts
+    sharing = [peer for peer, fact in enumerate(rendezvous.facts) if fact["shares"] and hosts[peer] == hosts[rank]]
     return [peer for peer in sharing if peer != rank] if rank in sharing else []
 
 
@@ -92,12 +93,15 @@ def make_segment(num_ranks: int) -> int:
     return file
 
 
-def share(meeting: Meeting, links: dict[int, socket.socket]) -> SharedMemory | None:
+def share(rendezvous: Rendezvous, links: dict[int, socket.socket]) -> SharedMemory | None:
     """Share memory with the peers of these connections, which do so at the same time; None: with nobody.
 
     All ranks of the group call this, with links or without.
     """
-    rank, ranks = meeting.rank, sorted({meeting.rank, *links})  # of this host: a segment has room for 2 MB from each
+    rank, ranks = (
+        rendezvous.rank,
+        sorted({rendezvous.rank, *links}),
+    )  # of this host: a segment has room for 2 MB from each
     places = {peer: place for place, peer in enumerate(ranks)}
     files: dict[int, int] = {}
     end, peers = None, frozenset[int]()
@@ -117,14 +121,14 @@ def share(meeting: Meeting, links: dict[int, socket.socket]) -> SharedMemory | N
             ends = {peer: links[peer].fileno() for peer in files if peer != rank}
             with contextlib.suppress(OSError):
                 end = _C.shm_open(places[rank], *(tuple(each.get(i, -1) for i in ranks) for each in (files, ends)))
-        said = meeting.say(of=ranks, mapped=[] if end is None else sorted(files))
+        said = rendezvous.say(of=ranks, mapped=[] if end is None else sorted(files))
         peers = frozenset(peer for peer in said[rank]["mapped"] if peer in links and rank in said[peer]["mapped"])
     finally:
         for file in files.values():
             os.close(file)
         if not peers:
             close_all(links.values())
-    return SharedMemory(end, places, links, peers, meeting.timeout_seconds) if peers else None
+    return SharedMemory(end, places, links, peers, rendezvous.timeout_seconds) if peers else None
 
 
 def _is_segment(file: int, num_bytes: int) -> bool:

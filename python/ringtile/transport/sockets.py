@@ -1,52 +1,36 @@
-"""How the ranks of a group meet in its store and connect, and what carries headers and news between them.
+"""How the ranks of a group connect, and what carries headers and news between them.
 
 Not messages of the process group: those take another thread, and a receive that is posted when a profiler starts, and
 done when it has stopped, corrupts the memory of the process (torch 2.13). The calling thread alone sends and receives a
 header over a socket, in a few microseconds; a socket shows at once that the peer has died; and the kernel keeps the
-headers of a peer that is some calls ahead. A group that has NCCL alone opens no connection: a thread carries its
-headers between the store and such a socket.
+headers of a peer that is some calls ahead.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import fcntl
-import itertools
-import json
 import os
 import secrets
 import select
 import socket
 import struct
-import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import DistError
+from ringtile.transport.agreement import HEADER_BYTES, PeerGoneError
 
-from ringtile.errors import RingMismatchError
-from ringtile.transport.agreement import (
-    HEADER_BYTES,
-    HEADER_VERSION,
-    PeerGoneError,
-    announcement,
-    describe_difference,
-    in_header,
-)
+if TYPE_CHECKING:
+    from ringtile.transport.rendezvous import Rendezvous
 
 _TOKEN_BYTES = 16
 _INTRODUCTION = struct.Struct(f"<IB{_TOKEN_BYTES}s")  # who connects, by which wire, and the token of who listens
-_SENDER = struct.Struct("<I")  # of a header in an inbox
 _MAX_STRANGERS = 256  # that a rank listens to at once; then the first of them is no peer
-_LAST_SECONDS = 0.5  # that the last headers of a rank may take to reach the store
 LONGEST_SECONDS = 1e9  # a timeout of more, such as timedelta.max, is this one: clocks and the kernel can add it up
-_LONGEST_WAIT = 3600.0  # seconds of one wait, which counts milliseconds in an int; a longer one is several
+LONGEST_WAIT = 3600.0  # seconds of one wait, which counts milliseconds in an int; a longer one is several
 
 
 class SocketChannel:
@@ -116,7 +100,7 @@ class SocketChannel:
         poll, deadline = select.poll(), time.monotonic() + seconds
         for peer in peers:
             poll.register(self._sockets[peer], select.POLLIN)
-        while not (arrived := poll.poll(_part_of(deadline) * 1000)) and time.monotonic() < deadline:
+        while not (arrived := poll.poll(part_of(deadline) * 1000)) and time.monotonic() < deadline:
             pass
         return bool(arrived)
 
@@ -127,9 +111,9 @@ class SocketChannel:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _part_of(deadline: float) -> float:
+def part_of(deadline: float) -> float:
     """Return the seconds that one wait until the deadline may take."""
-    return min(max(deadline - time.monotonic(), 0.0), _LONGEST_WAIT)
+    return min(max(deadline - time.monotonic(), 0.0), LONGEST_WAIT)
 
 
 def close_all(connections: Iterable[socket.socket]) -> None:
@@ -151,217 +135,12 @@ to_free_in_child: weakref.WeakSet[Any] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_free_in_child)
 
 
-class StoreChannel(SocketChannel):
-    """Carries headers through the store of the group, by threads: a host that runs ahead of its GPU does not wait.
-
-    Each rank has an inbox there: one thread waits for the next header in it, the other for what this rank sends.
-    """
-
-    def __init__(self, store: Store, rank: int, peers: Collection[int], timeout_seconds: float) -> None:
-        pairs = {peer: socket.socketpair() for peer in peers}
-        super().__init__({peer: own for peer, (own, _) in pairs.items()}, timeout_seconds)
-        inside = SocketChannel({peer: other for peer, (_, other) in pairs.items()}, timeout_seconds)
-        inside.free.atexit = False  # a thread may still wait: it ends when this end is closed
-        ways = (_put_all, store), (_take_all, own_connection(store))
-        self._carriers = [
-            threading.Thread(
-                target=_carry, args=(way, end, rank, list(peers), inside), name="ringtile headers", daemon=True
-            )
-            for way, end in ways
-        ]
-        for carrier in self._carriers:
-            carrier.start()
-
-    def close(self) -> None:
-        super().close()
-        for carrier in self._carriers:
-            carrier.join(_LAST_SECONDS)
-
-
-def _carry(way: Callable[..., None], store: Store, rank: int, peers: list[int], inside: SocketChannel) -> None:
-    try:
-        way(store, rank, peers, inside)
-    except RuntimeError as error:
-        inside.send_last(announcement(f"the store of the group has ended: {str(error).splitlines()[0]}", peers[0]))
-
-
-def _put_all(store: Store, rank: int, peers: list[int], inside: SocketChannel) -> None:
-    """Put what this rank sends into its peers' inboxes until it hangs up; then what ends `_take_all` into its own."""
-
-    def put(peer: int, sender: int, header: bytes) -> None:
-        number = store.add(f"inbox {peer}", 1)
-        store.set(f"inbox {peer}/{number}", _SENDER.pack(sender) + header)  # type: ignore[arg-type]
-
-    left = [*peers]
-    while left:
-        inside.wait(left, _LONGEST_WAIT)
-        for peer in [*left]:
-            try:
-                while (header := inside.receive(peer)) is not None:
-                    put(peer, rank, header)
-            except PeerGoneError:
-                left.remove(peer)
-    put(rank, rank, b"")
-
-
-def _take_all(store: Store, rank: int, peers: list[int], inside: SocketChannel) -> None:
-    """Hand this rank what its peers put into its inbox."""
-    for number in itertools.count(1):
-        key = f"inbox {rank}/{number}"
-        while True:
-            with contextlib.suppress(DistError):
-                store.wait([key], datetime.timedelta(seconds=_LONGEST_WAIT))
-                break
-            store.check([key])  # the wait was long, or the store has ended, which this raises
-        message = store.get(key)
-        store.delete_key(key)
-        if (sender := _SENDER.unpack_from(message)[0]) == rank:
-            return
-        inside.send(message[_SENDER.size :], (sender,))
-
-
-# ---- meeting in the store -----------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def store_named() -> Iterator[None]:
-    """Turn an error of the store of a group into a PeerGoneError of rank 0, which serves it or joined it first."""
-    try:
-        yield
-    except DistError as error:
-        raise PeerGoneError(0, f"the store of the group has ended: {str(error).splitlines()[0]}") from None
-
-
-def own_connection(store: Any) -> Store:
-    """Return a connection to a store on which others do not wait. PeerGoneError, at once where the store is gone."""
-    with store_named():
-        store.check(["ringtile"])  # fails at once; a new connection would wait for the host of the store
-        connection: Store = store.clone()
-        return connection
-
-
-class Meeting:
-    """The ranks of a group say things to each other in steps; each of them says something in every step.
-
-    Rank 0 reads what each says, and writes one answer. So a rank makes the same few operations of the store in a world
-    of any size, and reads what is alike on all ranks once.
-
-    hosts: by rank its host, numbered by its first rank. store_host: a name or address of the host of the store; "" if
-    it is a file. fields: what a rank says of itself; `facts` has them by rank. failure: as of `say`.
-    Raises PeerGoneError if a rank does not come within timeout_seconds, and RingMismatchError where one runs another
-    version of ringtile.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        timeout_seconds: float,
-        failure: PeerGoneError | None = None,
-        **fields: Any,
-    ) -> None:
-        self.rank, self.timeout_seconds = rank, timeout_seconds
-        self.deadline = time.monotonic() + timeout_seconds
-        with store_named():
-            # A world that was destroyed and made again may meet in the same store, under the same name.
-            self.store = PrefixStore(f"ringtile/{store.add(f'ringtile/{rank}', 1)}/", store)
-        self._ranks = range(world_size)
-        self._step = 0
-        said = self.say(failure, version=HEADER_VERSION, host=_host_id(), **fields)
-        mine = {"version": HEADER_VERSION, "call": 1, "op": "connecting"}
-        for peer, fact in said.items():
-            if fact["version"] != HEADER_VERSION:
-                raise RingMismatchError(describe_difference(rank, mine, peer, fact))
-        self.facts = [said[peer] for peer in self._ranks]
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        self.store_host = str(getattr(store, "host", ""))
-        names = [fact["host"] for fact in self.facts]
-        self.hosts = tuple(map(names.index, names))
-
-    def say(
-        self, failure: PeerGoneError | None = None, *, of: Collection[int] | None = None, **fields: Any
-    ) -> dict[int, dict[str, Any]]:
-        """Return what each of these ranks says in this step, by rank, once all ranks have said something.
-
-        of: the ranks; None: all. Each rank gives the same ranks, or each None.
-        failure: why this rank goes no further. It raises that, and all others raise PeerGoneError with the reason.
-        """
-        self._step += 1
-        reason = "" if failure is None else failure.reason
-        if failure is not None and failure.peer != self.rank:
-            reason = f"it cannot reach rank {failure.peer}: {reason}"
-        keys = [f"{self._step}/{rank}" for rank in self._ranks]
-        with store_named():
-            self.store.set(keys[self.rank], json.dumps({**fields, "failure": in_header(reason)}))
-            if failure is not None:
-                if self.rank == 0:
-                    self._answer(PeerGoneError(0, in_header(reason)))
-                raise failure
-            if self.rank == 0:
-                self._read_all(keys, in_full=of is None)
-            gone, columns = json.loads(self._take([f"{self._step}"], keys)[0])
-            if gone is not None:
-                raise PeerGoneError(*gone)
-            if of is not None:
-                texts = self._take([keys[peer] for peer in of], keys)
-                return dict(zip(of, map(json.loads, texts), strict=True))
-        return {
-            rank: {name: values[at[rank] if at else 0] for name, (values, at) in columns.items()}
-            for rank in self._ranks
-        }
-
-    def _read_all(self, keys: list[str], *, in_full: bool) -> None:
-        """Read what every rank says, and answer: who has failed; in_full: by field its values, and which each has."""
-        try:
-            said = [json.loads(text) for text in self._take(keys, keys)]
-        except PeerGoneError as gone:
-            self._answer(gone)
-            raise
-        failures = [PeerGoneError(peer, each["failure"]) for peer, each in enumerate(said) if each["failure"]]
-        columns: dict[str, tuple[list[Any], list[int]]] = {}
-        for name in said[0] if in_full else ():
-            texts = [json.dumps(each.get(name)) for each in said]
-            places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-            columns[name] = [*map(json.loads, places)], [places[text] for text in texts] if len(places) > 1 else []
-        self._answer(failures[0] if failures else None, columns)
-
-    def _answer(self, gone: PeerGoneError | None, columns: Any = None) -> None:
-        self.store.set(f"{self._step}", json.dumps([gone and [gone.peer, gone.reason], columns]))
-
-    def _take(self, keys: list[str], all_keys: list[str]) -> list[bytes]:
-        """Return what is under the keys, once all are there. all_keys: under which the ranks say something."""
-        while True:
-            try:
-                self.store.wait(keys, datetime.timedelta(seconds=max(_part_of(self.deadline), 0.001)))
-                break
-            except RuntimeError:
-                if time.monotonic() < self.deadline or self.store.check(keys):
-                    continue
-                missing = [rank for rank, key in enumerate(all_keys) if not self.store.check([key])]
-                raise PeerGoneError(min(missing, default=0), f"nothing came for {self.timeout_seconds:g} s") from None
-        try:
-            return self.store.multi_get(keys)
-        except RuntimeError:  # a store of files gets one at a time
-            return [self.store.get(key) for key in keys]
-
-
-def _host_id() -> str:
-    """Return what is equal for two processes exactly if they run on one host and in one network namespace."""
-    name = socket.gethostname()
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {name}"
-    return name
-
-
 # ---- connecting ---------------------------------------------------------------------------------
 
 _End = tuple[int, int]  # of a connection: the number of its wire, and the peer
 
 
-def connect(meeting: Meeting, wires: Sequence[Collection[int]]) -> list[dict[int, socket.socket]]:
+def connect(rendezvous: Rendezvous, wires: Sequence[Collection[int]]) -> list[dict[int, socket.socket]]:
     """Connect this rank to the ranks of each wire, which connect to it at the same time, by sockets of each wire's own.
 
     The higher of two ranks connects to the lower: within a host by a Unix socket, which has no file and which only
@@ -369,7 +148,7 @@ def connect(meeting: Meeting, wires: Sequence[Collection[int]]) -> list[dict[int
     Whoever does not know the token that a rank has told the others is no peer.
     Raises PeerGoneError, on every rank where one cannot listen or connect.
     """
-    rank, hosts = meeting.rank, meeting.hosts
+    rank, hosts = rendezvous.rank, rendezvous.hosts
     ends = [(i, peer) for i, peers in enumerate(wires) for peer in peers]
     awaited = {(i, peer) for i, peer in ends if peer > rank}
     near = {hosts[peer] == hosts[rank] for _, peer in awaited}
@@ -386,13 +165,13 @@ def connect(meeting: Meeting, wires: Sequence[Collection[int]]) -> list[dict[int
                 listeners.append(listening.enter_context(_listen_on_host(backlog)))
                 addresses["name"] = listeners[-1].getsockname()[1:].decode("ascii")
             if False in near:
-                listeners.append(listening.enter_context(_listen(backlog, meeting.store_host)))
+                listeners.append(listening.enter_context(_listen(backlog, rendezvous.store_host)))
                 addresses["host"], addresses["port"] = listeners[-1].getsockname()[:2]
         except OSError as error:
             failure = PeerGoneError(rank, f"it cannot listen for other ranks: {_reason(error)}")
-        said = meeting.say(failure, of=sorted({peer for _, peer in ends}), token=token.hex(), **addresses)
+        said = rendezvous.say(failure, of=sorted({peer for _, peer in ends}), token=token.hex(), **addresses)
         # Half of the time: the others wait as long for the word that it failed.
-        until = meeting.deadline - meeting.timeout_seconds / 2
+        until = rendezvous.deadline - rendezvous.timeout_seconds / 2
         try:
             for i, peer in ends:
                 if peer < rank:
@@ -400,8 +179,8 @@ def connect(meeting: Meeting, wires: Sequence[Collection[int]]) -> list[dict[int
                     connected[i, peer] = _connect(peer, said[peer], hosts[peer] == hosts[rank], hello, until)
         except PeerGoneError as error:
             failure = error
-        meeting.say(failure, of=())
-        _accept(listeners, token, awaited, connected, meeting.deadline)
+        rendezvous.say(failure, of=())
+        _accept(listeners, token, awaited, connected, rendezvous.deadline)
         on_failure.pop_all()
     return [{peer: connected[i, peer] for peer in peers} for i, peers in enumerate(wires)]
 
@@ -452,7 +231,7 @@ def _address_of(interface: str) -> str:
 
 
 def _connect(peer: int, address: dict[str, Any], on_host: bool, hello: bytes, deadline: float) -> socket.socket:
-    seconds = max(0.1, _part_of(deadline))
+    seconds = max(0.1, part_of(deadline))
     try:
         if on_host:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -484,7 +263,7 @@ def _accept(
         while missing:
             if time.monotonic() >= deadline:
                 raise PeerGoneError(min(missing)[1], "it did not connect")
-            for one in cast("list[socket.socket]", wait(open_ones, _part_of(deadline))):
+            for one in cast("list[socket.socket]", wait(open_ones, part_of(deadline))):
                 if one in listeners:
                     try:
                         open_ones.append(one.accept()[0])
