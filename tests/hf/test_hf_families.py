@@ -170,6 +170,7 @@ def _hands_positions(forward: ast.AST) -> bool:
     )
 
 
+@pytest.mark.long  # it reads all of transformers, which `make matrix` and the nightly run do with each new version
 @pytest.mark.skipif(not transformers.__version__.startswith("5.24"), reason="the lists are of 5.24")
 def test_classes_that_join_documents_or_take_rows_of_text_are_listed() -> None:
     joins, takes, makes = {"HunYuanVLTextModel"}, set(), set()
