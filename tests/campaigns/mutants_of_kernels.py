@@ -9,7 +9,7 @@ MUTANTS = [
     Mutant(
         "attention: running sum not rescaled",
         "csrc/attn/forward.h",
-        "vec_store(sum + j * LANES, vec_load(sum + j * LANES) * factor);",
+        "vec_store(sum + j * LANES, vec_load(sum + j * LANES) * shrink);",
         "vec_store(sum + j * LANES, vec_load(sum + j * LANES));",
         "c test_attn",
     ),
@@ -19,6 +19,20 @@ MUTANTS = [
         "gemm_add_tiles(dv, round_up(at->num_rows, LANES), (at->num_keys + 1) / 2,",
         "gemm_add_tiles(dv, round_up(at->num_rows, LANES), at->num_keys / 2,",
         "c test_attn_bf16",
+    ),
+    Mutant(
+        "attention in tiles: the sign of the scale lost",
+        "csrc/attn/pack.h",
+        "for (int64_t i = 0; i < num_words && scale < 0; i += LANES)",
+        "for (int64_t i = 0; i < num_words && scale < -1e9; i += LANES)",
+        "c test_attn_bf16",
+    ),
+    Mutant(
+        "attention in tiles: dk and dv of the first panel alone",
+        "csrc/attn/backward.h",
+        "const int64_t depth = (end - panel) * PANEL / 2;",
+        "const int64_t depth = PANEL / 2;",
+        "c test_attn_limits",
     ),
     Mutant(
         "GLU: gradient of up from the slope",
