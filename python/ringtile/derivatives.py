@@ -8,6 +8,7 @@ the inputs.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from ringtile.errors import InputError, RefusedError
+
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def check_once(op: str, *tensors: Tensor | None, vmap: bool = True) -> None:
@@ -30,7 +33,7 @@ def check_once(op: str, *tensors: Tensor | None, vmap: bool = True) -> None:
             raise RefusedError(f"{op} inside forward-mode AD; expected first derivatives in reverse mode")
         return
     given = [x for x in tensors if x is not None] if torch.is_grad_enabled() else []
-    if True in [x.requires_grad for x in given] and True in [x.is_inference() for x in given]:
+    if any(map(_requires_grad, given)) and any(map(Tensor.is_inference, given)):
         raise InputError(
             f"{op} of tensors that require grad and of one made in inference mode, which autograd cannot save; make it "
             "under torch.no_grad(), or call .clone() outside of inference mode"

@@ -14,9 +14,8 @@ import torch
 from ringtile import InputError, IntervalMask, RefusedError, arguments, ops
 from ringtile.attn import choose
 from ringtile.attn.aten import ATEN
-from ringtile.attn.backend import Block
+from ringtile.attn.backend import Backend, Block
 from ringtile.cli import doctor
-from ringtile.sequence.plan import Shape
 from ringtile.sequence.rounds import Queries, Round
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -121,20 +120,20 @@ def test_attention_without_kernels_is_atens(monkeypatch: pytest.MonkeyPatch) -> 
     round = Round(queries, ops.runs_tensor([(0, 1, 0, 8)]))
     assert len(round.squares) == 1  # found in real tensors
 
-    def kind(setting: str) -> choose.Kind:
-        return False, False, Shape(1, 2, 2, 64, 64, torch.bfloat16), setting, (), ()
+    def chosen(block: Block, setting: str) -> Backend:
+        return choose._choose(block, setting, takes_dlse=False, backward=False)
 
     with FakeTensorMode():
         x = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
         block = Block(x, x, x, round, 1.0, 0.0)
-        assert choose._choose(block, kind("auto")) in ATEN["cuda"]
+        assert chosen(block, "auto") in ATEN["cuda"]
         with pytest.raises(RefusedError, match=r"'ringtile', but .* is not in use here: not built: .*to auto or aten"):
-            choose._choose(block, kind("ringtile"))
+            chosen(block, "ringtile")
         x = x.float()
         with pytest.raises(
             RefusedError, match=r"not built: .*takes bfloat16 and float16 on CUDA.*change what both lack"
         ):
-            choose._choose(block._replace(q=x, k=x, v=x), kind("auto"))
+            chosen(block._replace(q=x, k=x, v=x), "auto")
 
 
 def test_doctor_says_which_kernels_serve_a_gpu() -> None:

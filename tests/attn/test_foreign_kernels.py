@@ -17,7 +17,7 @@ from ringtile.attn import aten, choose
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block
-from ringtile.attn.call import AttentionCall
+from ringtile.attn.call import Call
 from ringtile.sequence.plan import Shape, rank_plan
 from ringtile.sequence.rounds import Round
 from torch import Tensor
@@ -104,8 +104,8 @@ def test_an_error_after_a_part_was_added_goes_on(monkeypatch: pytest.MonkeyPatch
     state = torch.zeros(p.q.shape), torch.zeros(*p.q.shape[:1], p.q.size(2), p.q.size(1), dtype=torch.float64)
     versions = choose._versions(state)
     sequence = ShardedSequence.of(IntervalMask.full(48), Layout.contiguous(48, 1))
-    call = AttentionCall(sequence, Shape.of(*block[:3]), 0.25)
-    monkeypatch.setattr(choose, "_chosen", lambda *given: doomed)
+    call = Call.kept(sequence, Shape.of(*block[:3]), CPU, 0.25)
+    monkeypatch.setattr(choose, "_choose", lambda *given, **options: doomed)
     with pytest.raises(OfItsOwnError):
         choose.forward(call, *(block.round, *block[:3]), choose.Running(*state, fresh=False))
     assert versions != choose._versions(state)

@@ -29,8 +29,8 @@ MUTANTS = [
     ),
     Mutant(
         "ring: scale not agreed on",
-        "python/ringtile/attn/ulysses.py",
-        '"scale": call.scale,',
+        "python/ringtile/attn/call.py",
+        '"scale": scale,',
         '"scale": 1.0,',
         "tests/attn/test_ring_failures.py -k disagreement",
     ),
@@ -59,15 +59,15 @@ MUTANTS = [
     Mutant(
         "transport: a backward does not say whose",
         "python/ringtile/attn/ulysses.py",
-        "return transport.agree(op, fields, q.device, forward_call=forward_call, data=data, step=step)",
-        "return transport.agree(op, fields, q.device, data=data)",
+        "return transport.agree(*terms, q.device, forward_call=forward_call, data=data, step=step)",
+        "return transport.agree(*terms, q.device, data=data)",
         "tests/attn/test_ring_failures.py -k backwards",
     ),
     Mutant(
         "transport: data of a call not compared",
         "python/ringtile/attn/ulysses.py",
-        "return transport.agree(op, fields, q.device, forward_call=forward_call, data=data, step=step)",
-        "with transport.agree(op, fields, q.device, forward_call=forward_call, step=step):",
+        "return transport.agree(*terms, q.device, forward_call=forward_call, data=data, step=step)",
+        "return transport.agree(*terms, q.device, forward_call=forward_call, step=step)",
         "tests/attn/test_ring_failures.py -k repeated",
     ),
     Mutant(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringtile import arguments, derivatives, keep, ops
 from ringtile.attn import ring, ulysses
-from ringtile.attn.call import AttentionCall, AttentionDropout, AttentionKernel, check_options, check_tensors
+from ringtile.attn.call import AttentionDropout, AttentionKernel, Call, check_options, check_tensors
 from ringtile.errors import InputError, shown
 from ringtile.latents import Latents
 from ringtile.sequence.layout import Layout, check_types
@@ -88,7 +88,7 @@ def ring_attention(
             out, lse = attend_through_op(q, k, v, tensors, scale, softcap, attention_kernel, sinks, dropout)
         else:  # dispatching a Python op costs more than a small block
             options = scale, softcap, attention_kernel, sinks, dropout, return_lse, expand
-            call = AttentionCall.of(sequence or ShardedSequence.of(*parts), q, k, v, *options)
+            call = Call.of(sequence or ShardedSequence.of(*parts), q, k, v, *options)
             out, lse = _attend(call, q, k, v, sinks)
     except Exception as error:
         if not is_traced(q):
@@ -137,7 +137,7 @@ def _one_rank(seq_len: int) -> Layout:
     return Layout.contiguous(seq_len, 1)
 
 
-def _attend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return out of q's dtype, and lse in float64. sinks: as the caller gave them, maybe with a graph."""
     weights: tuple[Tensor, ...] = ()
     if call.expand is not None:
@@ -165,41 +165,41 @@ def is_plain(q: Tensor) -> bool:
     )
 
 
-def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, ulysses.Saved, int, bool]:
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, ulysses.Saved, int, bool]:
     """Return what `ulysses.forward` does, the number of the call, and whether what was saved is of the local tokens.
 
     It is where ranks share heads and a checkpointed layer keeps (out, lse): those are of the local tokens too.
     """
-    sequence, slot = call.sequence, _slot(call)
+    heads, slot = call.ring.heads, _slot(call)
     if slot is not None and (kept := slot.take()) is not None:
         (out, lse), number = kept
-        return out, lse, ulysses.Saved(q, k, v, out, lse), number, sequence.ring.heads is not None
-    is_local = slot is not None and sequence.ring.heads is not None
-    out, lse, saved = ulysses.forward(call._replace(returns_lse=True) if is_local else call, q, k, v)
-    number = sequence.transport.num_calls
+        return out, lse, ulysses.Saved(q, k, v, out, lse), number, heads is not None
+    is_local = slot is not None and heads is not None
+    out, lse, saved = ulysses.forward(call.but(returns_lse=True) if is_local else call, q, k, v)
+    number = call.transport.num_calls
     if slot is not None:
         slot.fill((out, lse), number)
     return out, lse, ulysses.Saved(q, k, v, out, lse) if is_local else saved, number, is_local
 
 
-def _slot(call: AttentionCall) -> keep.Slot | None:
+def _slot(call: Call) -> keep.Slot | None:
     """Return where a checkpointed layer keeps (out, lse) of this call."""
     if not keep.is_inside():
         return None
-    sequence, shape, drop = call.sequence, call.shape, call.dropout
+    shape, drop = call.shape, call.dropout
     draws = drop and (drop.probability, drop.seed, drop.step, drop.stream)
-    about = call.scale, call.softcap, call.attention_kernel, call.returns_lse, draws
-    key = "ring_attention", *sequence.digests, sequence.group_name, sequence.scheme, shape, about
+    about = shape, call.attention_kernel, call.returns_lse, draws
+    key = "ring_attention", *call.fields.values(), call.group_name, about
     per_token = shape.batch * shape.num_heads * (shape.v_head_dim * shape.dtype.itemsize + 8)
-    return keep.slot(key, per_token * -(-sequence.seq_len // sequence.world_size))
+    return keep.slot(key, per_token * call.max_local_len)
 
 
 class RingAttention(torch.autograd.Function):
-    """The node of the eager path, which takes the AttentionCall itself."""
+    """The node of the eager path, which takes the Call itself."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttentionCall, *weights: Tensor
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         out, lse, saved, ctx.number, ctx.is_local = forward(call, q, k, v)
         rows = None if call.dropout is None else call.dropout.rows
@@ -210,11 +210,11 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        transport = ctx.call.sequence.transport
+        transport = ctx.call.transport
         with transport.propagate_errors("ring_attention backward"):
             sinks, _, *kept = saved = ctx.saved_tensors
             kept, weights = kept[:5], kept[5:]
-            call: AttentionCall = ctx.call
+            call: Call = ctx.call
             again = None if call.expand is None else call.expand.again(weights)
 
             def compute() -> tuple[Tensor | None, ...]:
@@ -311,12 +311,12 @@ def _ring_attention_backward(
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> AttentionCall:
+def _call(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Call:
     """Return the call that `attend_through_op` wrote down in numbers and tensors."""
     begin, end, layout, sinks, rows, (scale, softcap, probability), counters, group_name, kernel, scheme = given
     sequence = ShardedSequence.of_tensors(begin, end, layout, group_name, scheme)
     dropout = None if rows is None else AttentionDropout(probability, rows, *counters)
-    return AttentionCall.of(sequence, q, k, v, scale, softcap, kernel, sinks, dropout)
+    return Call.of(sequence, q, k, v, scale, softcap, kernel, sinks, dropout)
 
 
 @_ring_attention.register_fake

@@ -5,20 +5,28 @@ What the core checks after it (csrc/attn/check.c) is only that memory is safe to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
 from ringtile.latents import ExpandAgain, Latents, tried
+from ringtile.scheme import Share
 from ringtile.sequence.plan import Shape
-from ringtile.sequence.sharded import ShardedSequence
+from ringtile.sequence.rounds import Round
+from ringtile.sequence.sharded import Ring, ShardedSequence, living
+from ringtile.transport.agreement import HeaderValue
+from ringtile.transport.transport import Transport
 
 AttentionKernel = Literal["auto", "ringtile", "aten"]
 ATTENTION_KERNELS = ("auto", "ringtile", "aten")
+_SCALES = (float, type(None))
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,17 +66,29 @@ class AttentionDropout:
         return replace(self, rows=self.rows + (heads.start << 20)) if heads.start else self
 
 
-class AttentionCall(NamedTuple):
-    """The sequence, shape and options of a call: all but q, k and v. `of` makes one that can run."""
+@dataclass(eq=False)
+class Call:
+    """Calls of one kind: all but the numbers in their tensors. Made once for each sequence, shape and options (`of`),
+    checked, and kept by the sequence, which it keeps not alive; a call with tensors of its own is a copy."""
 
-    sequence: ShardedSequence
     shape: Shape  # of q, k and v as the caller gave them, with all heads
     scale: float
-    softcap: float = 0.0
-    attention_kernel: str = "auto"
+    softcap: float
+    attention_kernel: str
+    returns_lse: bool  # where ranks share heads, lse travels back only then
+    ring: Ring
+    device: torch.device
+    shares: tuple[Share, ...]  # of the heads, by rank of those that share them
+    local_len: int
+    max_local_len: int  # of any rank
+    group_name: str
+    fields: dict[str, HeaderValue]  # that ranks agree on
+    group: Callable[[], Transport | None]  # weak
+    of_last: int | None = None  # so many of the last tokens have queries; None: all
+    backends: dict[object, Any] = field(default_factory=dict)  # who computes a round (choose.py)
+    # Of one call:
     sinks: Tensor | None = None  # (H) of the state dtype, without a graph
     dropout: AttentionDropout | None = None  # None where its probability is 0
-    returns_lse: bool = True  # where ranks share heads, lse travels back only then
     expand: Latents | None = None  # where k and v are latents; shape is that of what it makes of them
 
     @classmethod
@@ -81,54 +101,137 @@ class AttentionCall(NamedTuple):
         scale: float | None,
         softcap: float,
         attention_kernel: str,
-        sinks: Tensor | None,
-        dropout: AttentionDropout | None,
+        sinks: Tensor | None = None,
+        dropout: AttentionDropout | None = None,
         returns_lse: bool = True,
         expand: Latents | None = None,
-    ) -> AttentionCall:
-        """Return the call as the kernels take it, its scheme resolved.
+        *,
+        of_last: bool = False,
+    ) -> Call:
+        """Return the call as the kernels take it, its scheme resolved. of_last: q may be of the last tokens alone.
 
         Raise InputError where the arguments do not fit each other, the kernels or the sequence, RefusedError for what
         no call takes. Of a call that is like an earlier one in all but its numbers, only memory is checked.
         """
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            arguments.check_tensor(name, x)
+        derivatives.check_once("ring_attention", q, k, v)
+        key: Hashable = None
         is_plain = sinks is None and dropout is None and expand is None
-        key = _key_of(q, k, v, scale, softcap, attention_kernel) if is_plain else None
-        checked = sequence.checked_calls.get(key) if key is not None and sequence.is_unchanged() else None
-        if checked is None:
-            scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
-            keys = (k, v) if expand is None else unwritten_keys(q, expand.num_kv_heads, expand.v_head_dim)
-            shape = check_tensors(q, *keys, scale, softcap, sinks, None if dropout is None else dropout.rows)
-            if expand is not None:
-                shape = with_latents(shape, q, k, v)
-            sequence.check_call("q", q)
-            num_queries, num_keys = q.shape[1], k.shape[1]
-            if not num_queries == num_keys == sequence.local_len:
-                raise InputError(
-                    f"q has {num_queries} tokens, k and v have {num_keys}; the layout gives rank {sequence.rank} "
-                    f"{sequence.local_len} of {sequence.seq_len} tokens"
-                )
-            sinks = None if sinks is None else sinks.detach().to(ops.state_dtype(q.dtype))
-            dropout = dropout and dropout.in_numbers()
-            checked = shape, scale, softcap
-            if key is not None:
-                sequence.remember_call(key, checked)
-        shape, scale, softcap = checked
+        if is_plain and type(softcap) is float and type(attention_kernel) is str and type(scale) in _SCALES:
+            key = (
+                *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
+                *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+                *(scale, softcap, attention_kernel, returns_lse, of_last),
+            )
+            if (call := sequence.calls.get(key)) is not None and sequence.is_unchanged():
+                return call
+        scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
+        keys = (k, v) if expand is None else unwritten_keys(q, expand.num_kv_heads, expand.v_head_dim)
+        shape = check_tensors(q, *keys, scale, softcap, sinks, None if dropout is None else dropout.rows)
+        if expand is not None:
+            shape = with_latents(shape, q, k, v)
+        sequence.check_call("q", q)
+        num_queries, num_keys = q.shape[1], k.shape[1]
+        if num_keys != sequence.local_len or not (num_queries == num_keys or (of_last and num_queries < num_keys)):
+            raise InputError(
+                f"q has {num_queries} tokens, k and v have {num_keys}; the layout gives rank {sequence.rank} "
+                f"{sequence.local_len} of {sequence.seq_len} tokens"
+            )
         sequence.transport.check_device(q.device)
-        sequence = sequence.resolved(shape)
-        return cls(sequence, shape, scale, softcap, attention_kernel, sinks, dropout, returns_lse, expand)
+        options = scale, softcap, attention_kernel, sinks, dropout, returns_lse, expand
+        call = cls.kept(sequence, shape, q.device, *options, of_last=num_queries if num_queries < num_keys else None)
+        if key is not None:
+            sequence.remember_call(key, call)
+        return call
 
-    def heads_or_latents(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[AttentionCall, Tensor, Tensor]:
+    @classmethod
+    def kept(
+        cls,
+        sequence: ShardedSequence,
+        shape: Shape,
+        device: torch.device,
+        scale: float,
+        softcap: float = 0.0,
+        attention_kernel: str = "auto",
+        sinks: Tensor | None = None,
+        dropout: AttentionDropout | None = None,
+        returns_lse: bool = True,
+        expand: Latents | None = None,
+        *,
+        of_last: int | None = None,
+    ) -> Call:
+        """Return a call of the kind that the sequence keeps, made if it is the first. InputError: of dropout alone."""
+        drop = None if dropout is None else dropout.in_numbers()
+        kind = shape, device, scale, softcap, attention_kernel, returns_lse, of_last, sinks is None, drop is None
+        if (call := sequence.calls.get(kind)) is None:
+            with _disable_current_modes():  # of fake tensors: masks are real
+                resolved = sequence.resolved(shape)
+                ring, (layout_digest, mask_digest) = resolved.ring, sequence.digests
+            shares = () if ring.heads is None else resolved.shares(shape.num_heads, shape.num_kv_heads)
+            longest = -(-sequence.seq_len // sequence.world_size)
+            fields: dict[str, HeaderValue] = {
+                "batch": shape.batch,
+                "seq_len": sequence.seq_len,
+                "num_heads": shape.num_heads,
+                "num_kv_heads": shape.num_kv_heads,
+                "head_dim": shape.head_dim,
+                "v_head_dim": shape.v_head_dim,
+                "dtype": str(shape.dtype),
+                "scale": scale,
+                "softcap": softcap,
+                "scheme": resolved.scheme,
+                "layout digest": layout_digest,
+                "mask digest": mask_digest,
+            }
+            about = shape, scale, softcap, attention_kernel, returns_lse, ring, device, shares, sequence.local_len
+            call = cls(*about, longest, sequence.group_name, fields, sequence.weak_transport, of_last)
+            sequence.remember_call(kind, call)
+        if sinks is None and drop is None and expand is None:
+            return call
+        sinks = None if sinks is None else sinks.detach().to(ops.state_dtype(shape.dtype))
+        return call.but(sinks=sinks, dropout=drop, expand=expand)
+
+    def but(self, **changes: Any) -> Call:
+        """Return the call with some fields changed."""
+        call = object.__new__(Call)
+        vars(call).update(vars(self) | changes)
+        return call
+
+    @functools.cached_property
+    def rounds(self) -> tuple[Round, ...]:
+        """Return the rounds on the device of q. RefusedError as by `Ring.rounds_on`."""
+        rounds, size = self.ring.rounds_on(self.device), self.local_len
+        return rounds if self.of_last is None else tuple(x.of_queries(slice(size - self.of_last, size)) for x in rounds)
+
+    @property
+    def transport(self) -> Transport:
+        """Return this rank's end of the group. InputError: the group is gone."""
+        return living(self.group)
+
+    def terms(self) -> dict[str, HeaderValue]:
+        """Return the fields that all ranks must have alike."""
+        fields, drop = self.fields, self.dropout
+        if self.shape.latent_dim:
+            fields = fields | {"latent_dim": self.shape.latent_dim}
+        if self.sinks is not None:
+            fields = fields | {"sinks": self.sinks.size(0)}
+        if self.ring.heads is not None:
+            fields = fields | {"return_lse": str(self.returns_lse)}
+        if drop is not None:
+            fields = {**fields, "dropout": drop.probability, "dropout seed": drop.seed, "dropout stream": drop.stream}
+        return fields
+
+    def heads_or_latents(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, Tensor, Tensor]:
         """Return the call, and k and v, as they travel in its scheme: latents in a ring alone, if they are less."""
-        if self.expand is None or (
-            self.shape.latent_dim and self.sequence.world_size > 1 and self.sequence.ring.heads is None
-        ):
+        if self.expand is None or (self.shape.latent_dim and len(self.ring.ranks) > 1 and self.ring.heads is None):
             if self.expand is not None and self.expand.module not in tried:  # before any key is sent
                 with torch.no_grad():
                     self.keys_of(q[:, :1], k[:, :1], v[:, :1], self.expand)
                 tried.add(self.expand.module)
             return self, k, v
         keys = self.keys_of(q, k, v, self.expand)
-        return self._replace(shape=self.shape._replace(latent_dim=0), expand=None), *keys
+        return self.but(shape=self.shape._replace(latent_dim=0), expand=None), *keys
 
     def keys_of(self, q: Tensor, k: Tensor, v: Tensor, expand: Latents | ExpandAgain | None) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a block: itself, or what expand makes of it. InputError: it makes others."""
@@ -145,24 +248,10 @@ class AttentionCall(NamedTuple):
             )
         return k, v
 
-    def of_heads(self, heads: range) -> AttentionCall:
+    def of_heads(self, heads: range) -> Call:
         """Return the call for some of the query heads."""
         sinks = None if self.sinks is None else self.sinks[heads.start : heads.stop]
-        return self._replace(sinks=sinks, dropout=self.dropout and self.dropout.of_heads(heads))
-
-
-def _key_of(q: Any, k: Any, v: Any, scale: Any, softcap: Any, kernel: Any) -> tuple[object, ...] | None:
-    """Return all that the checks of a call look at, but memory and a transform of torch.func, which are checked here.
-
-    None: numbers that may change, or a kernel that is none. Raise InputError or RefusedError.
-    """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        arguments.check_tensor(name, x)
-    derivatives.check_once("ring_attention", q, k, v)
-    if type(softcap) is not float or type(kernel) is not str or type(scale) not in (float, type(None)):
-        return None
-    sizes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
-    return *sizes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale, softcap, kernel
+        return self.but(sinks=sinks, dropout=self.dropout and self.dropout.of_heads(heads))
 
 
 def check_options(

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,49 +22,38 @@ from torch.nn.attention import current_flash_attention_impl
 from ringtile import ops, self_test
 from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Running, misaligned, why_slow
-from ringtile.attn.call import AttentionCall, unwritten_keys
+from ringtile.attn.call import Call, unwritten_keys
 from ringtile.attn.self_test import mark_wrong, why_wrong
 from ringtile.errors import InputError, RefusedError
-from ringtile.sequence.plan import Shape
 from ringtile.sequence.rounds import Round
 
 RINGTILE: Backend = Ringtile()
 
 
-def forward(call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, state: Running) -> None:
+def forward(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, state: Running) -> None:
     """Merge the keys of a round into the state."""
     block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
-    kept = () if state.fresh else (state.out, state.lse)
-    _run(block, _kind_of(call, False, False), lambda backend: backend.forward(block, state), kept)
-
-
-def backward(
-    call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, final: Final, grads: Gradients
-) -> None:
-    """Add the gradients of a round."""
-    block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
-    kept = grads[:1] if grads.fresh else grads[:3]
-    kind = _kind_of(call, final.dlse is not None, True)
-    _run(block, kind, lambda backend: backend.backward(block, final, grads), kept)
-
-
-def _run(block: Block, kind: Kind, compute: Callable[[Backend], None], kept: tuple[Tensor, ...]) -> None:
-    """Compute a block by the backend that is chosen; by another one where that of a library raises.
-
-    kept: what it adds to. Where that has changed, the error goes on.
-    """
-    while True:
-        backend = _chosen(block, kind)
-        if backend is RINGTILE:
-            return compute(backend)
+    while (backend := _backend(call, block, takes_dlse=False, backward=False)) is not RINGTILE:
+        kept = () if state.fresh else (state.out, state.lse)
         versions = _versions(kept)
         try:
-            return compute(backend)
+            return backend.forward(block, state)
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError) or (kept and (not versions or versions != _versions(kept))):
-                raise
-            mark_wrong(backend, block.q, block.k, block.v, self_test.error_of(error))
-            block.round.backends.clear()
+            _drop(call, backend, block, error, unless=kept and (not versions or versions != _versions(kept)))
+    backend.forward(block, state)
+
+
+def backward(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, final: Final, grads: Gradients) -> None:
+    """Add the gradients of a round."""
+    block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
+    while (backend := _backend(call, block, takes_dlse=final.dlse is not None, backward=True)) is not RINGTILE:
+        kept = grads[:1] if grads.fresh else grads[:3]
+        versions = _versions(kept)
+        try:
+            return backend.backward(block, final, grads)
+        except Exception as error:
+            _drop(call, backend, block, error, unless=not versions or versions != _versions(kept))
+    backend.backward(block, final, grads)
 
 
 def _versions(tensors: tuple[Tensor, ...]) -> list[int] | None:
@@ -74,48 +61,50 @@ def _versions(tensors: tuple[Tensor, ...]) -> list[int] | None:
     return None if any(x.is_inference() for x in tensors) else [x._version for x in tensors]
 
 
-def check(call: AttentionCall, q: Tensor, *, takes_dlse: bool, backward: bool) -> None:
+def _drop(call: Call, backend: Backend, block: Block, error: Exception, *, unless: object) -> None:
+    """Use a library's kernel that raised no more; raise the error where what it adds to has changed, or for memory."""
+    if isinstance(error, torch.OutOfMemoryError) or unless:
+        raise error
+    mark_wrong(backend, block.q, block.k, block.v, self_test.error_of(error))
+    call.backends.clear()
+
+
+def check(call: Call, q: Tensor, *, takes_dlse: bool, backward: bool) -> None:
     """Raise RefusedError where no backend that may be used computes some round; before anything is sent.
 
     q: of the call's dtype and device, which alone are read.
     """
-    if q.is_meta:
-        return
-    rounds, kind = call.sequence.rounds_on(q.device), _kind_of(call, takes_dlse, backward)
-    if kind in rounds[-1].backends:  # which is asked last
+    if (call.rounds[-1], *_kind(takes_dlse, backward)) in call.backends or q.is_meta:  # the last is asked last
         return
     _, num_heads, num_kv_heads, head_dim, v_head_dim, *_ = call.shape
     if max(head_dim, v_head_dim) > ops.MAX_HEAD_DIM:  # of a traced call, whose tensors nobody has checked
         raise InputError(f"the head dims are {head_dim} and {v_head_dim}; expected 1..{ops.MAX_HEAD_DIM}")
-    if (heads := call.sequence.ring.heads) is not None:
-        share = call.sequence.shares(num_heads, num_kv_heads)[heads.place]
+    if (heads := call.ring.heads) is not None:
+        share = call.shares[heads.place]
         num_heads, num_kv_heads = len(share.heads), len(share.kv_of_heads or share.kv_heads)
     k, v = unwritten_keys(q, 1, v_head_dim)
     q = q.new_empty((1, 1, 1 if num_heads == num_kv_heads else 2, head_dim))  # others run where each has a kv head
-    for round in rounds if num_heads else ():
-        _chosen(Block(q, k, v, round, call.scale, call.softcap, call.dropout), kind)
+    for round in call.rounds if num_heads else ():
+        block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
+        _backend(call, block, takes_dlse=takes_dlse, backward=backward)
 
 
 # ---- who does it --------------------------------------------------------------------------------
 
-# What decides who computes a block, apart from its round: whether it takes a gradient of lse, backward, shape, setting,
-# options, and what the user has told torch.
-Kind: TypeAlias = tuple[bool, bool, Shape, str, tuple[bool, ...], tuple[object, ...]]
+
+def _kind(takes_dlse: bool, backward: bool) -> tuple[object, ...]:
+    """Return what decides who computes a round of a call, apart from both."""
+    return takes_dlse, backward, current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()
 
 
-def _kind_of(call: AttentionCall, takes_dlse: bool, backward: bool) -> Kind:
-    options = call.dropout is not None, call.softcap != 0
-    told = current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()
-    return takes_dlse, backward, call.shape, call.attention_kernel, options, told
-
-
-def _chosen(block: Block, kind: Kind) -> Backend:
+def _backend(call: Call, block: Block, *, takes_dlse: bool, backward: bool) -> Backend:
     """Return who computes this block, found out once. RefusedError: nobody can."""
-    backend: Backend | None = block.round.backends.get(kind)
+    key = block.round, *_kind(takes_dlse, backward)
+    backend: Backend | None = call.backends.get(key)
     if backend is None:
-        backend = _choose(block, kind)
+        backend = _choose(block, call.attention_kernel, takes_dlse=takes_dlse, backward=backward)
         if not _captures(block.q):
-            block.round.backends[kind] = backend
+            call.backends[key] = backend
     return backend
 
 
@@ -124,9 +113,8 @@ def _captures(q: Tensor) -> bool:
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _choose(block: Block, kind: Kind) -> Backend:
+def _choose(block: Block, setting: str, *, takes_dlse: bool, backward: bool) -> Backend:
     """Return the first backend that supports this block. Raise RefusedError listing why each one does not."""
-    takes_dlse, backward, _, setting, *_ = kind
     q, k, v = block.q, block.k, block.v
     if q.is_meta:
         return RINGTILE

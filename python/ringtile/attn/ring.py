@@ -23,25 +23,24 @@ from torch import Tensor
 from ringtile import ops
 from ringtile.attn import choose
 from ringtile.attn.backend import Final, Gradients, Running
-from ringtile.attn.call import AttentionCall
+from ringtile.attn.call import Call
 from ringtile.latents import ExpandAgain
 from ringtile.sequence.plan import Transfer
 from ringtile.sequence.rounds import Round
-from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.host import HostTensor, Reader, Writer, in_order
 from ringtile.tiled.tiles import tiles
 from ringtile.transport.transport import Message
 
 
-def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv) -> out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64."""
     out, lse = empty_outputs(q, call.shape.v_head_dim, ops.state_dtype(q.dtype))
     if call.sinks is not None:  # as if a block of one key with that score and value 0 had come before
         out.zero_()
         lse.copy_(call.sinks[None, :, None])
     rounded: Tensor | None = None
-    rounds = call.sequence.rounds_on(q.device)
-    for round, sent_k, sent_v in Keys(k, v, call.sequence, rounds).blocks():
+    rounds = call.rounds
+    for round, sent_k, sent_v in Keys(k, v, call).blocks():
         block_k, block_v = call.keys_of(q, sent_k, sent_v, call.expand)
         if round is rounds[-1] and out.dtype != q.dtype:
             rounded = torch.empty_like(out, dtype=q.dtype)
@@ -51,7 +50,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 
 
 def backward(
-    call: AttentionCall,
+    call: Call,
     final: Final,
     q: Tensor,
     k: Tensor,
@@ -67,8 +66,8 @@ def backward(
     round then takes it in chunks of q.chunk_tokens.
     """
     state = ops.state_dtype(q.dtype)
-    rounds = call.sequence.rounds_on(q.device)
-    keys, first = Keys(k, v, call.sequence, rounds), rounds[0].planned
+    rounds = call.rounds
+    keys, first = Keys(k, v, call), rounds[0].planned
     # Whether round 0 writes all of dk and dv.
     fresh = first.in_place and first.num_keys == k.size(1) and again is None
     dk, dv = (_room(x, state, zeros=not fresh) for x in (k, v))
@@ -112,9 +111,9 @@ class _Waiting:
         self._sums = HostTensor.empty(q.new_empty(0, dtype=dtype), q.shape, q.copies)
         self._is_first = True  # round
 
-    def backward(self, call: AttentionCall, round: Round, k: Tensor, v: Tensor, grads: Gradients) -> None:
+    def backward(self, call: Call, round: Round, k: Tensor, v: Tensor, grads: Gradients) -> None:
         """Add the gradients of a round: `grads` but for its dq, which is rounded after the last one."""
-        is_last = round is call.sequence.rounds_on(self.q.device)[-1]
+        is_last = round is call.rounds[-1]
         of_queries = self.q, self.final.dout, self.final.out, self._sums
         order = in_order(self.q.size(1), self.q.chunk_tokens)
         q, dout, out, sums = (Reader(x, order) for x in of_queries)
@@ -132,7 +131,7 @@ class _Waiting:
 
 
 def _through(
-    again: ExpandAgain, call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor, final: Final, dq: Tensor
+    again: ExpandAgain, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, final: Final, dq: Tensor
 ) -> Sequence[Tensor | None]:
     """Add a block's part of dq, and return the gradients of the latents k and v that the block is made of."""
     if k.size(1) == 0:
@@ -183,8 +182,7 @@ class Keys:
 
     k: Tensor  # (B, N, G, D)
     v: Tensor  # (B, N, G, Dv)
-    sequence: ShardedSequence
-    rounds: tuple[Round, ...]
+    call: Call
     _sent: tuple[Transfer, Message] | None = None  # the last one
 
     def blocks(self) -> Iterator[tuple[Round, Tensor, Tensor]]:
@@ -194,8 +192,9 @@ class Keys:
         where no idle round lies between, because its peers, which may not be idle there, start theirs later: two ranks
         post their messages to each other in one order.
         """
-        wait = self._fetch(self.rounds[0])
-        for round, after in zip(self.rounds, [*self.rounds[1:], None], strict=True):
+        rounds = self.call.rounds
+        wait = self._fetch(rounds[0])
+        for round, after in zip(rounds, [*rounds[1:], None], strict=True):
             k, v = wait()
             follows = after is not None and after.planned.index == round.planned.index + 1
             if after is not None and follows:
@@ -206,7 +205,7 @@ class Keys:
 
     def _fetch(self, round: Round) -> Callable[[], tuple[Tensor, ...]]:
         """Start the exchange of a round; return a function that waits for its keys and values."""
-        ring, own, planned = self.sequence.ring, (self.k, self.v), round.planned
+        ring, own, planned = self.call.ring, (self.k, self.v), round.planned
         me = ring.plan.rank
         if planned.in_place:
             return lambda: own
@@ -230,7 +229,7 @@ class Keys:
                 message = self.message(transfer.num_keys, self.k.dtype)
                 receives[ring.ranks[transfer.rank]] = message.flat
                 parts.append(message.parts)
-        exchange = self.sequence.transport.exchange(sends, receives, f"round {planned.index}")
+        exchange = self.call.transport.exchange(sends, receives, f"round {planned.index}")
 
         def wait() -> tuple[Tensor, ...]:
             exchange.wait()
@@ -248,7 +247,7 @@ class Keys:
 
         Return a function that waits for these and adds them to dk and dv in the order of ranks, whatever arrives first.
         """
-        ring, planned, dtype = self.sequence.ring, round.planned, partial.parts[0].dtype
+        ring, planned, dtype = self.call.ring, round.planned, partial.parts[0].dtype
         me = ring.plan.rank
         sends, receives, returned = {}, {}, []
         for transfer in planned.incoming:
@@ -264,7 +263,7 @@ class Keys:
                 message = self.message(transfer.num_keys, dtype)
                 receives[ring.ranks[transfer.rank]] = message.flat
                 returned.append(message.parts)
-        exchange = self.sequence.transport.exchange(sends, receives, f"the gradients of round {planned.index}")
+        exchange = self.call.transport.exchange(sends, receives, f"the gradients of round {planned.index}")
 
         def add_to(dk: Tensor, dv: Tensor) -> None:
             exchange.wait()

@@ -23,11 +23,10 @@ from torch import Tensor
 from ringtile import ops
 from ringtile.attn import choose, ring
 from ringtile.attn.backend import Final
-from ringtile.attn.call import AttentionCall
+from ringtile.attn.call import Call
 from ringtile.latents import ExpandAgain
 from ringtile.scheme import Share
 from ringtile.sequence.heads import HeadGroup
-from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.transport import ALONE, Transport
 
 
@@ -41,14 +40,14 @@ class Saved(NamedTuple):
     lse: Tensor  # (B, h, Nq) float64
 
 
-def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
     """q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv) -> out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64.
 
     And what the backward takes. lse is empty where ranks share heads and the call returns none. The call was checked,
     and the sequence's scheme is resolved.
     """
     with _agreed("forward", call, q):
-        if call.sequence.ring.heads is None:
+        if call.ring.heads is None:
             out, lse = ring.forward(call, q, k, v)
             return out, lse, Saved(q, k, v, out, lse)
         heads = _Heads.of(call)
@@ -67,7 +66,7 @@ def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tenso
 
 
 def backward(
-    call: AttentionCall,
+    call: Call,
     saved: Saved,
     dout: Tensor | None,
     dlse: Tensor | None,
@@ -86,7 +85,7 @@ def backward(
     """
     shape = call.shape
     with _agreed("backward", call, saved.q, forward_call, takes_dlse=dlse is not None):
-        if call.sequence.ring.heads is None:
+        if call.ring.heads is None:
             final = Final.of(dout, dlse, saved.out, saved.lse)
             gradients = ring.backward(call, final, *saved[:3], again=again)
             return *gradients, None if sinks is None else ring.sink_gradient(sinks, final)
@@ -97,7 +96,7 @@ def backward(
         num_heads, num_kv_heads, dim, v_dim = shape[1:5]
 
         def zeros(heads: int, *dims: int, dtype: torch.dtype) -> Tensor:
-            return saved.q.new_zeros((shape.batch, call.sequence.local_len, heads, *dims), dtype=dtype)
+            return saved.q.new_zeros((shape.batch, call.local_len, heads, *dims), dtype=dtype)
 
         upstream = [zeros(num_heads, v_dim, dtype=shape.dtype) if dout is None else dout]
         if call.returns_lse:  # all ranks send its gradient or none does
@@ -134,10 +133,9 @@ class _Heads:
     shares: tuple[Share, ...]  # by rank of the group
 
     @classmethod
-    def of(cls, call: AttentionCall) -> _Heads:
-        sequence, shape = call.sequence, call.shape
-        assert sequence.ring.heads is not None
-        return cls(sequence.ring.heads, sequence.transport, sequence.shares(shape.num_heads, shape.num_kv_heads))
+    def of(cls, call: Call) -> _Heads:
+        assert call.ring.heads is not None
+        return cls(call.ring.heads, call.transport, call.shares)
 
     @property
     def own(self) -> Share:
@@ -192,42 +190,20 @@ def _summed(share: Share, *gradients: Tensor) -> list[Tensor]:
 
 def _agreed(
     direction: Literal["forward", "backward"],
-    call: AttentionCall,
+    call: Call,
     q: Tensor,
     forward_call: int = 0,
     takes_dlse: bool = False,
 ) -> AbstractContextManager[None]:
     """Agree with the other ranks on all that must be the same, if there are others and this rank can compute."""
-    sequence, shape, transport = call.sequence, call.shape, call.sequence.transport
+    transport = call.transport
     if transport.world_size == 1:
         return ALONE
-    op = f"ring_attention {direction}"
     choose.check(call, q, takes_dlse=takes_dlse, backward=direction == "backward")
-    layout_digest, mask_digest = sequence.digests
-    fields: dict[str, HeaderValue] = {
-        "batch": shape.batch,
-        "seq_len": sequence.seq_len,
-        "num_heads": shape.num_heads,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "v_head_dim": shape.v_head_dim,
-        "dtype": str(shape.dtype),
-        "scale": call.scale,
-        "softcap": call.softcap,
-        "scheme": sequence.scheme,
-        "layout digest": layout_digest,
-        "mask digest": mask_digest,
-    }
-    if shape.latent_dim:
-        fields["latent_dim"] = shape.latent_dim
-    if call.sinks is not None:
-        fields["sinks"] = call.sinks.size(0)
-    if sequence.ring.heads is not None:
-        fields["return_lse"] = str(call.returns_lse)
     step = data = 0
     if (drop := call.dropout) is not None:
-        fields |= {"dropout": drop.probability, "dropout seed": drop.seed, "dropout stream": drop.stream}
         step = drop.step  # not among the terms, which would be new in every step
         if drop.rows.is_cpu:
             data = zlib.crc32(str(drop.rows.tolist()).encode())
-    return transport.agree(op, fields, q.device, forward_call=forward_call, data=data, step=step)
+    terms = f"ring_attention {direction}", call.terms()
+    return transport.agree(*terms, q.device, forward_call=forward_call, data=data, step=step)

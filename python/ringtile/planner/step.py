@@ -31,7 +31,7 @@ from transformers.masking_utils import sdpa_mask
 from ringtile import keep, ops
 from ringtile.attn import ring
 from ringtile.attn.attention import RingAttention
-from ringtile.attn.call import AttentionCall, unwritten_keys, with_latents
+from ringtile.attn.call import Call, unwritten_keys, with_latents
 from ringtile.errors import RefusedError
 from ringtile.first_batch.quiet import without_checkpoints
 from ringtile.hf.attention import empty_mask, latents_of
@@ -395,11 +395,9 @@ class TrainingStep:
         **about: Any,
     ) -> Tensor:
         """`ring_attention` over ranks; its out."""
-        with _disable_current_modes():
-            _ = sequence.ring, sequence.digests
         with self._live.making("attention"):
             about |= {"sinks": sinks, "returns_lse": False}
-            call = AttentionCall(sequence, of_call.shape, scale or q.size(-1) ** -0.5, softcap, **about)
+            call = Call.kept(sequence, of_call.shape, q.device, scale or q.size(-1) ** -0.5, softcap, **about)
             call, k, v = call.heads_or_latents(q, k, v)
             weights = () if call.expand is None else call.expand.weights
             before = sequence.transport.num_calls
@@ -409,16 +407,13 @@ class TrainingStep:
                 self._calls.append(of_call)
         return out
 
-    def _attend_whole(self, function: Callable[..., Any], call: AttentionCall, *given: Any, **options: Any) -> Any:
+    def _attend_whole(self, function: Callable[..., Any], call: Call, *given: Any, **options: Any) -> Any:
         """`forward` or `backward` of all tokens of a streamed layer."""
-        sequence, is_forward = call.sequence, not options
-        with _disable_current_modes():
-            _ = sequence.ring, sequence.digests
-        before = sequence.transport.num_calls
+        before = call.transport.num_calls
         with self._live.making("attention"):
             result = function(call, *given, **options)
-        if is_forward and sequence.transport.num_calls > before:
-            self._calls.append(PlannedCall(call.shape, sequence.mask, self._live.in_backward))
+        if not options and call.transport.num_calls > before:  # of a forward
+            self._calls.append(PlannedCall(call.shape, call.ring.mask, self._live.in_backward))
         return result
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +94,7 @@ class Queries:
 class Round:
     """A round on one device: which keys of its block each local query attends. The same for all calls with one plan.
 
-    planned: what travels, if anything does. backends: who computes it, by kind of call (attn/choose.py).
+    planned: what travels, if anything does.
     """
 
     def __init__(
@@ -112,7 +111,6 @@ class Round:
         self._tables: dict[Transfer, DeviceMask] = {}
         self._packs: dict[tuple[int, int, int], tuple[tuple[Pack, ...], DeviceMask]] = {}
         self._chunks: dict[tuple[int, int], Round] = {}
-        self.backends: dict[object, Any] = {}
 
     @classmethod
     def all_of(cls, plan: RankPlan, device: torch.device) -> tuple[Round, ...]:

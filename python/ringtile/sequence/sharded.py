@@ -15,7 +15,8 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,13 +39,35 @@ _MAX_CALLS = 64  # kinds of calls of a sequence
 _MAX_BYTES, _MIN_REMEMBERED = 64 << 20, 4
 
 
-class Ring(NamedTuple):
+_version = operator.attrgetter("_version")
+
+
+def living(transport: Callable[[], Transport | None]) -> Transport:
+    """Return what a weak reference is to. InputError: the group is gone."""
+    if (alive := transport()) is None:
+        raise InputError("the group of this sequence was destroyed; make a new group and a new ShardedSequence")
+    return alive
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
     """The ring that a rank is in: of all ranks, or, where ranks share heads, of those with the same shares."""
 
     ranks: tuple[int, ...]
+    mask: IntervalMask
     layout: Layout  # of the ring: where ranks share heads, each has the tokens of all of them
     plan: RankPlan
     heads: HeadGroup | None  # None: this rank works on all heads of its own queries
+    _rounds: dict[torch.device, tuple[Round, ...]] = field(default_factory=dict)
+
+    def rounds_on(self, device: torch.device) -> tuple[Round, ...]:
+        """Return this rank's rounds on a device, without idle ones; their masks are copied to a GPU once.
+
+        RefusedError where the current stream captures a CUDA graph, and the mask is not on the GPU yet.
+        """
+        if device not in self._rounds:
+            self._rounds[device] = Round.all_of(self.plan, device)
+        return self._rounds[device]
 
 
 class ShardedSequence:
@@ -82,14 +105,13 @@ class ShardedSequence:
         self.rank, self.world_size = transport.rank, transport.world_size
         self.local_len = layout.local_len(self.rank)
         (self.begin, self.end), self.layout_tensor = mask.bounds, layout.tensor
-        self._transport = weakref.ref(transport)  # weak: a sequence does not keep its group alive
+        self.weak_transport = weakref.ref(transport)  # a sequence does not keep its group alive
         # By the other mask or scheme, the last asked for last.
         self._derived: dict[IntervalMask | str, ShardedSequence] = {}
         # Apart, by window and causal: torch.compile traces it, and would guard on every key.
         self._windows: dict[tuple[int, bool], ShardedSequence] = {}
         self._schemes: dict[Shape, str] = {}  # of `auto`, by the shape of a call
-        self._rounds: dict[torch.device, tuple[Round, ...]] = {}
-        self.checked_calls: dict[Hashable, Any] = {}  # what attention found out about its arguments (attn/call.py)
+        self.calls: dict[Hashable, Any] = {}  # of attention, checked (attn/call.py)
         # With two sides begin and end are copies: neither they nor what they are of may change. Nobody counts how often
         # an inference tensor is written to.
         watched = (self.begin, self.end, *(mask.tensors if mask.key_begin is not None else ()))
@@ -111,10 +133,7 @@ class ShardedSequence:
     @property
     def transport(self) -> Transport:
         """This rank's end of the group. InputError: the group is gone."""
-        transport = self._transport()
-        if transport is None:
-            raise InputError("the group of this sequence was destroyed; make a new group and a new ShardedSequence")
-        return transport
+        return living(self.weak_transport)
 
     def check_call(self, name: str, x: Tensor) -> None:
         """Raise InputError where a call on x (B, N, ...) does not fit this sequence, or the mask was written to."""
@@ -128,13 +147,13 @@ class ShardedSequence:
 
     def is_unchanged(self) -> bool:
         """Return whether nobody wrote to the mask since the sequence was made."""
-        return [x._version for x in self._watched] == self._versions
+        return [*map(_version, self._watched)] == self._versions
 
-    def remember_call(self, key: Hashable, checked: Any) -> None:
-        """Keep what was found out about a call. Numbers of users may differ in every call: then all are forgotten."""
-        if len(self.checked_calls) == _MAX_CALLS:
-            self.checked_calls.clear()
-        self.checked_calls[key] = checked
+    def remember_call(self, key: Hashable, call: Any) -> None:
+        """Keep a call. Numbers of users may differ in every call: then all are forgotten."""
+        if len(self.calls) == _MAX_CALLS:
+            self.calls.clear()
+        self.calls[key] = call
 
     @property
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,7 +260,7 @@ class ShardedSequence:
             layout, rows = join(layout, size)
             heads = HeadGroup(range(group * size, (group + 1) * size), self.rank, rows)
         plan = rank_plan(self.mask, layout, group, at_once=self._scheme.at_once)
-        return Ring(tuple(range(place, self.world_size, size)), layout, plan, heads)
+        return Ring(tuple(range(place, self.world_size, size)), self.mask, layout, plan, heads)
 
     def shares(self, num_heads: int, num_kv_heads: int) -> tuple[Share, ...]:
         """Return the heads that each of the ranks of this rank's group works on."""
@@ -253,13 +272,8 @@ class ShardedSequence:
         return self.layout.digest, self.mask.digest
 
     def rounds_on(self, device: torch.device) -> tuple[Round, ...]:
-        """Return this rank's rounds on a device, without idle ones; their masks are copied to a GPU once.
-
-        RefusedError where the current stream captures a CUDA graph, and the mask is not on the GPU yet.
-        """
-        if device not in self._rounds:
-            self._rounds[device] = Round.all_of(self.ring.plan, device)
-        return self._rounds[device]
+        """`Ring.rounds_on` of its ring."""
+        return self.ring.rounds_on(device)
 
     # ---- found again ----------------------------------------------------------------------------
 
@@ -296,7 +310,7 @@ class ShardedSequence:
             sequence
             for reference in reversed(_living.valuerefs())
             if (sequence := reference()) is not None
-            and sequence._transport() is transport
+            and sequence.weak_transport() is transport
             and sequence.scheme == scheme
         ]
         for sequence in living:
@@ -337,7 +351,7 @@ def check_given(op: str, sequence: Any, mask: Any, layout: Any, group: Any) -> N
         raise InputError(
             f"sequence is a {type(sequence).__name__}; expected a ShardedSequence, or mask=, layout= and group="
         )
-    elif any(part is not None for part in (mask, layout, group)):
+    elif mask is not None or layout is not None or group is not None:
         raise InputError(f"{op} got a sequence and mask, layout or group; expected one or the other")
 
 

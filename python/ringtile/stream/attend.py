@@ -38,7 +38,7 @@ from ringtile import keep, ops
 from ringtile.attn import choose, ring, ulysses
 from ringtile.attn.attention import forward as forward_of
 from ringtile.attn.backend import Final, Gradients, Running
-from ringtile.attn.call import AttentionCall, AttentionDropout, check_options, check_tensors
+from ringtile.attn.call import AttentionDropout, Call, check_options, check_tensors
 from ringtile.attn.ulysses import Saved
 from ringtile.errors import RefusedError
 from ringtile.recurrent.carried import Carried, running_on
@@ -133,13 +133,13 @@ class CausalChunk(Chunk):
         self, q: Tensor, k: Tensor, v: Tensor, sequence: ShardedSequence, *, sinks: Tensor | None = None, **options: Any
     ) -> Tensor:
         self._check(q, k, sequence)
-        call = _call_of(q, k, v, sequence, sinks, **options)
+        call, place = _call_of(q, k, v, sequence, sinks, **options), _round_of(sequence, self, q)
         index, self.num_calls = self.num_calls, self.num_calls + 1
         if self.what != "backward":
             self._append(index, k, v)
         if self.what == "keys" and self.num_calls == self.ends_after:
             raise EndedError
-        out: Tensor = _Attend.apply(q, k, v, sinks, call, self, self.keys[index])  # type: ignore[no-untyped-call]
+        out: Tensor = _Attend.apply(q, k, v, sinks, call, self, self.keys[index], *place)  # type: ignore[no-untyped-call]
         return out
 
     def slot(self, q: Tensor, v: Tensor) -> keep.Slot | None:
@@ -172,17 +172,15 @@ def _call_of(
     softcap: float = 0.0,
     dropout: AttentionDropout | None = None,
     attention_kernel: str = "auto",
-) -> AttentionCall:
+) -> Call:
     """Return the call, checked. InputError."""
     scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
     shape = check_tensors(q, k, v, scale, softcap, sinks, None if dropout is None else dropout.rows)
     sequence.check_call("q", q)
-    in_numbers = None if sinks is None else sinks.detach().to(ops.state_dtype(q.dtype))
-    drop = None if dropout is None else dropout.in_numbers()
-    return AttentionCall(sequence, shape, scale, softcap, attention_kernel, in_numbers, drop, returns_lse=False)
+    return Call.kept(sequence, shape, q.device, scale, softcap, attention_kernel, sinks, dropout, returns_lse=False)
 
 
-def _forward(call: AttentionCall, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, t, H, Dv) of q's dtype, lse (B, H, t), as `ring.forward` of one round."""
     state = ops.state_dtype(q.dtype)
     out, lse = ring.empty_outputs(q, v.size(3), state)
@@ -204,11 +202,12 @@ class _Attend(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        call: AttentionCall,
+        call: Call,
         chunk: CausalChunk,
         keys: Keys,
+        at: slice,
+        round: Round,
     ) -> Tensor:
-        at, round = _round_of(call.sequence, chunk, q)
         slot = chunk.slot(q, v)
         kept = None if slot is None or chunk.what == "forward" else slot.take()
         out, lse = _forward(call, round, q, keys.k[:, at], keys.v[:, at]) if kept is None else kept[0]
@@ -231,7 +230,7 @@ class _Attend(torch.autograd.Function):
         choose.backward(ctx.call, ctx.round, q, keys.k[:, at], keys.v[:, at], final, grads)
         dsinks = ring.sink_gradient(sinks, final) if ctx.needs_input_grad[3] else None
         dk, dv = (x[:, ctx.tokens].to(q.dtype) for x in (keys.dk, keys.dv))  # complete: later chunks came before
-        return dq.to(q.dtype), dk, dv, dsinks, None, None, None
+        return dq.to(q.dtype), dk, dv, dsinks, *[None] * 5
 
 
 @dataclass(eq=False)
@@ -330,15 +329,14 @@ class Whole(abc.ABC):
 class WholeAttention(Whole):
     """inputs: q, k, v, and sinks if there are."""
 
-    call_of: Callable[..., AttentionCall]  # of these
+    call_of: Callable[..., Call]  # of these
 
     def forward(self, copies: HostCopies | None = None, tokens: int = 0) -> Tensor:
         call, (q, k, v) = self.call_of(*self.inputs), self.inputs[:3]
-        call = call._replace(sequence=call.sequence.resolved(call.shape))
         out, saved, self._called = forward(call, q, k, v)
         if copies is not None:
             out = to_host(out, copies)
-            if call.sequence.ring.heads is None:
+            if call.ring.heads is None:
                 waiting: Any = to_host(q, copies)
                 waiting.chunk_tokens = tokens
                 saved = saved._replace(q=waiting, out=out)
@@ -362,18 +360,18 @@ class WholeRecurrence(Whole):
         return list(torch.autograd.grad(self._out, self.inputs, dout, allow_unused=True))
 
 
-def forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved, dict[str, Any]]:
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved, dict[str, Any]]:
     """`ring_attention`, without a graph: out, and what its backward takes."""
-    with call.sequence.transport.propagate_errors("ring_attention forward"):
-        call.sequence.transport.check_device(q.device)
+    with call.transport.propagate_errors("ring_attention forward"):
+        call.transport.check_device(q.device)
         out, _, saved, number, is_local = forward_of(call, q, k, v)
     return out, saved, {"forward_call": number, "is_local": is_local}
 
 
 def backward(
-    call: AttentionCall, saved: Saved, dout: Tensor, sinks: Tensor | None = None, **called: Any
+    call: Call, saved: Saved, dout: Tensor, sinks: Tensor | None = None, **called: Any
 ) -> tuple[Tensor | None, ...]:
-    with call.sequence.transport.propagate_errors("ring_attention backward"):
+    with call.transport.propagate_errors("ring_attention backward"):
         return ulysses.backward(call, saved, dout, None, sinks, **called)
 
 
@@ -396,7 +394,7 @@ class PassChunk(Chunk):
     ) -> Tensor:
         self._check(q, k, sequence)
 
-        def call_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> AttentionCall:
+        def call_of(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Call:
             return _call_of(q, k, v, sequence, sinks, **options)
 
         inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
