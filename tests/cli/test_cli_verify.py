@@ -80,7 +80,7 @@ def test_tiny_model_is_verified(model_type, keys, tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(240)
 def test_smallest_configuration_of_the_docs_is_verified(tmp_path):
-    page = (pathlib.Path(__file__).parents[2] / "docs/guide/verify.md").read_text()
+    page = (pathlib.Path(__file__).parents[2] / "docs/guide/exact.md").read_text()
     config = tmp_path / "run.yaml"
     config.write_text(page.split("```yaml\n")[1].split("```")[0])
     done = run_command(2, "verify", str(config), cwd=tmp_path, variables={"HF_DATASETS_CACHE": str(tmp_path / "cache")})

@@ -309,14 +309,14 @@ def _has_tiles(names: Names) -> None:
 # Page and number of the snippet: the names around it, and what holds afterwards.
 _PLAIN: dict[str, tuple[Callable[[], Names], Callable[[Names], None]]] = {
     "docs/design/ring.md 0": (lambda: _sequence(S // W), _has_output),
+    "docs/guide/exact.md 0": (dict, _is_equal),
     "docs/guide/hybrid.md 0": (_recurrent, _has_output),
     "docs/guide/memory.md 0": (lambda: {"model": tiny_model()}, lambda names: names["handle"].restore()),
     "docs/guide/pytorch.md 0": (_training, _trains_as_one_process),
-    "docs/guide/pytorch.md 1": (_loop, _is_equal),
-    "docs/guide/pytorch.md 2": (_loop, _has_local_logits),
-    "docs/guide/pytorch.md 3": (_loop, _has_logits),
-    "docs/guide/pytorch.md 4": (_loop, _is_unsharded),
-    "docs/guide/pytorch.md 5": (_heads_first, _has_output),
+    "docs/guide/pytorch.md 1": (_loop, _has_local_logits),
+    "docs/guide/pytorch.md 2": (_loop, _has_logits),
+    "docs/guide/pytorch.md 3": (_loop, _is_unsharded),
+    "docs/guide/pytorch.md 4": (_heads_first, _has_output),
     "docs/guide/rl.md 1": (_policy, _is_step),
     "docs/guide/tiling.md 0": (_tiles, _has_tiles),
     "docs/reference/attention.md 0": (lambda: _sequence(S), _is_ring_of_two),
@@ -331,21 +331,34 @@ _RUNNERS |= {f"docs/guide/qwen3_8b_128k.md {n}": _run_story for n in range(3)}
 _RUNNERS |= {"docs/guide/one_gpu_1m.md 0": _run_story}
 _RUNNERS |= {"docs/guide/trl.md 0": _run_trl, "docs/guide/rl.md 0": _run_trl}
 EXAMPLES = sorted([*_PLAIN, *_RUNNERS])
+# A page that begins where the last snippet of another ends, with all its names.
+BEHIND = {"docs/guide/exact.md": "docs/guide/pytorch.md 0"}
 
 
-def run_example(name: str, code: str, folder: str) -> None:
-    """Runs a snippet on a rank of the pool, and checks its result."""
+def run_page(page: str, snippets: dict[str, str], folder: str) -> None:
+    """Run a page's snippets on a rank of the pool in their order: what one defines, the next ones use."""
+    made: Names = {}
+    if page in BEHIND:
+        made = run_example(BEHIND[page], snippets[BEHIND[page]], folder, {})
+    for name in (name for name in EXAMPLES if name.rpartition(" ")[0] == page):
+        made |= run_example(name, snippets[name], folder, made)
+
+
+def run_example(name: str, code: str, folder: str, made: Names) -> Names:
+    """Run a snippet among names that were made before it, check its result, and return the names that it makes."""
     if name in _RUNNERS:
         names = _RUNNERS[name](code, folder)
         if "trainer" in names:
             assert names["trainer"].state.global_step == 1
         else:
             assert (pathlib.Path(folder) / "merged" / "model.safetensors").is_file()
-        return
+        return {}
     surroundings, check = _PLAIN[name]
     torch.manual_seed(0)
-    names = surroundings()
+    names = surroundings() | made
+    before = dict(names)
     if not re.match("(import|from) ", code):  # else it imports all that it needs
         names |= {"torch": torch, "ringtile": ringtile}
     exec(code, names)
     check(names)
+    return {key: value for key, value in names.items() if key not in before or value is not before[key]}

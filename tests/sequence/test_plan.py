@@ -198,7 +198,7 @@ def test_table_names_ranks_and_totals() -> None:
     assert table[3].startswith("64 tokens over 2 ranks: 0.006 MB forward")
 
 
-@pytest.mark.parametrize("page", ["masks.md", "layouts.md"])
+@pytest.mark.parametrize("page", ["masks.md", "sharing.md"])
 def test_pages_show_what_the_code_prints(page: str) -> None:
     path = pathlib.Path(__file__).parents[2] / "docs" / "guide" / page
     failed, tried = doctest.testfile(str(path), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE)

@@ -45,7 +45,7 @@ class ContextParallelPlan:
     - mask: which keys each query attends, in global positions; is_causal=True of a call narrows it to its causal part.
       Without one, is_causal decides alone; then a Layout or seq_len tells S.
     - layout: "zigzag", "contiguous", "striped", or a Layout of S tokens.
-    - scheme: how the ranks share the work (docs/guide/schemes.md).
+    - scheme: how the ranks share the work (docs/guide/sharing.md).
 
     sequence is its `ShardedSequence`. Raises InputError, LayoutError.
     """
