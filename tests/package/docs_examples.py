@@ -293,11 +293,11 @@ def _is_ring_of_latents(names: Names) -> None:
 
 
 def _has_logits(names: Names) -> None:
-    assert names["logits"].shape == (B, S, VOCAB)
+    assert names["logits"].shape == (len(names["input_ids"]), S, VOCAB)
 
 
 def _has_local_logits(names: Names) -> None:
-    assert names["logits"].shape == (B, S // W, VOCAB)
+    assert names["logits"].shape == (len(names["input_ids"]), S // W, VOCAB)
 
 
 def _has_tiles(names: Names) -> None:
@@ -339,20 +339,21 @@ def run_page(page: str, snippets: dict[str, str], folder: str) -> None:
     """Run a page's snippets on a rank of the pool in their order: what one defines, the next ones use."""
     made: Names = {}
     if page in BEHIND:
-        made = run_example(BEHIND[page], snippets[BEHIND[page]], folder, {})
+        _, made = run_example(BEHIND[page], snippets[BEHIND[page]], folder, {})
     for name in (name for name in EXAMPLES if name.rpartition(" ")[0] == page):
-        made |= run_example(name, snippets[name], folder, made)
+        before, after = run_example(name, snippets[name], folder, made)
+        made |= {key: value for key, value in after.items() if key not in before or value is not before[key]}
 
 
-def run_example(name: str, code: str, folder: str, made: Names) -> Names:
-    """Run a snippet among names that were made before it, check its result, and return the names that it makes."""
+def run_example(name: str, code: str, folder: str, made: Names) -> tuple[Names, Names]:
+    """Run a snippet among names that were made before it, and check its result. Return the names before and after."""
     if name in _RUNNERS:
         names = _RUNNERS[name](code, folder)
         if "trainer" in names:
             assert names["trainer"].state.global_step == 1
         else:
             assert (pathlib.Path(folder) / "merged" / "model.safetensors").is_file()
-        return {}
+        return {}, {}
     surroundings, check = _PLAIN[name]
     torch.manual_seed(0)
     names = surroundings() | made
@@ -361,4 +362,4 @@ def run_example(name: str, code: str, folder: str, made: Names) -> Names:
         names |= {"torch": torch, "ringtile": ringtile}
     exec(code, names)
     check(names)
-    return {key: value for key, value in names.items() if key not in before or value is not before[key]}
+    return before, names

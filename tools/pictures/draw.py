@@ -286,7 +286,7 @@ def memory() -> str:
     elsewhere = "host", "reference", "tower", "kv cache"
     parts = [part for part in next(iter(figures.values()))["131072"] if part not in elsewhere]
     top = max(sum(of["131072"][part] for part in parts) for of in figures.values()) / GIB
-    picture.text(480, 24, "By part, 128K tokens (GiB)")
+    picture.text(480, 24, "By part, 128K tokens (GiB); dashed: 80")
     for n, (name, of_lengths) in enumerate(zip(names, figures.values(), strict=True)):
         y, x = 40 + n * 45, 480.0
         picture.text(480, y + 8, name, size=11)
@@ -295,8 +295,10 @@ def memory() -> str:
             if share >= 0.5:
                 picture.rect(round(x, 1), y + 13, round(share, 1), 18, COLORS[color])
             x += share
+        limit = round(480 + 80 / top * 380, 1)
+        picture.line([(limit, y + 13), (limit, y + 35)], "black", 1, "5,4")
         total = sum(of_lengths["131072"][part] for part in parts) / GIB
-        picture.text(round(x, 1) + 5, y + 27, f"{total:.0f}", size=11)
+        picture.text(max(round(x, 1), limit if abs(x - limit) < 25 else 0) + 5, y + 27, f"{total:.0f}", size=11)
     for color, part in enumerate(parts):
         picture.rect(480 + color % 4 * 108, 366 + color // 4 * 18, 10, 10, COLORS[color])
         picture.text(494 + color % 4 * 108, 375 + color // 4 * 18, part, size=11)
