@@ -119,7 +119,7 @@ class _Blocks(torch.autograd.Function):
         q, k, v, out, lse, begin, end = ctx.saved_tensors
         rank_plan: RankPlan = ctx.rank_plan
         state = ops.state_dtype(q.dtype)
-        delta = ops.attn_delta(dout, out, torch.zeros_like(lse))
+        delta = ops.attn_delta(dout, out)
         dq, dk, dv = (torch.zeros_like(x, dtype=state) for x in (q, k, v))
         for block, k_runs in blocks(rank_plan):
             keys = k[:, block], v[:, block], begin, end, k_runs

@@ -27,6 +27,7 @@ static rt_status check(const rt_attn_params *p, bool backward) {
     const bool rounds = p->rounded_dk != NULL;
     if (backward && (rounds != (p->rounded_dv != NULL) || (rounds && !p->fresh))) return RT_BAD_FRESH;
 
+    const bool only_rounded = p->fresh && p->rounded_out != NULL; // nothing is read from out, or left in it
     const int64_t B = p->batch, N = p->num_queries, K = p->num_keys, H = p->num_heads, G = p->num_kv_heads;
     const int64_t D = p->head_dim, Dv = p->v_head_dim, mask[] = {p->mask_batch_stride};
     const int64_t key_mask[] = {p->key_mask_batch_stride};
@@ -41,7 +42,7 @@ static rt_status check(const rt_attn_params *p, bool backward) {
         rt_add_array(&all, false, (rt_array){p->dout, input, 4, {B, N, H, Dv}, p->dout_stride, false});
         rt_add_array(&all, false, (rt_array){p->delta, state, 3, {B, H, N}, NULL, false});
     } else {
-        rt_add_array(&all, true, (rt_array){p->out, state, 4, {B, N, H, Dv}, p->out_stride, false});
+        rt_add_array(&all, true, (rt_array){p->out, state, 4, {B, N, H, Dv}, p->out_stride, only_rounded});
         rt_add_array(&all, true, (rt_array){p->rounded_out, input, 4, {B, N, H, Dv}, NULL, true});
     }
     rt_add_array(&all, !backward, (rt_array){p->lse, lse, 3, {B, H, N}, NULL, false});
@@ -82,7 +83,7 @@ rt_status rt_attn_check_delta(const rt_attn_delta_params *p, const void *dout, c
     const int64_t input = rt_element_bytes(p->dtype);
     rt_arrays all = {0};
     rt_add_array(&all, true, (rt_array){delta, rt_state_bytes(p->dtype), 3, {B, H, N}, NULL, false});
-    rt_add_array(&all, false, (rt_array){dlse, sizeof(*dlse), 3, {B, H, N}, NULL, false});
+    rt_add_array(&all, false, (rt_array){dlse, sizeof(*dlse), 3, {B, H, N}, NULL, true});
     rt_add_array(&all, false, (rt_array){dout, input, 4, {B, N, H, D}, p->dout_stride, false});
     rt_add_array(&all, false, (rt_array){out, input, 4, {B, N, H, D}, p->out_stride, false});
     return rt_check_arrays(&all);

@@ -19,7 +19,7 @@ static void attn_delta(const rt_attn_delta_params *p, const void *dout, const vo
             vec sum = vec_set(0);
             for (int64_t d = 0; d < p->v_head_dim; d += LANES) sum += vec_load(dout_row + d) * vec_load(out_row + d);
             const int64_t at = (batch * p->num_heads + head) * p->num_queries + token;
-            ((real *)delta)[at] = (real)((double)vec_reduce_sum(sum) - dlse[at]);
+            ((real *)delta)[at] = (real)((double)vec_reduce_sum(sum) - (dlse == NULL ? 0 : dlse[at]));
         }
     }
 }

@@ -201,16 +201,17 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
     }
 }
 
-// The row of the caller's out.
-static real *out_row(const rt_attn_params *p, const query_tile *queries, int64_t row) {
+// The row of the caller's out; without one, the block's own.
+static real *out_row(const rt_attn_params *p, const query_tile *queries, int64_t row, const forward_scratch *s) {
+    if (p->out == NULL) return s->out + row * round_up(p->v_head_dim, LANES);
     return (real *)p->out + queries->batch * p->out_stride[0] + row_token(queries, row) * p->out_stride[1] +
            row_head(queries, row) * p->out_stride[2];
 }
 
-static void round_row(const rt_attn_params *p, const query_tile *queries, int64_t row) {
+static void round_row(const rt_attn_params *p, const query_tile *queries, int64_t row, const forward_scratch *s) {
     const int64_t token = queries->batch * p->num_queries + row_token(queries, row);
     const int64_t at = (token * p->num_heads + row_head(queries, row)) * p->v_head_dim;
-    store_chunk(p->dtype, p->rounded_out, at, p->v_head_dim, out_row(p, queries, row));
+    store_chunk(p->dtype, p->rounded_out, at, p->v_head_dim, out_row(p, queries, row, s));
 }
 
 // Merges the block's (out, lse) into the caller's: out -= sigmoid(lse_block - lse) (out - out_block). In f64, because
@@ -219,7 +220,7 @@ static void merge_row(const rt_attn_params *p, const query_tile *queries, int64_
     const real sum = s->sum[row];
     const int64_t head = row_head(queries, row), token = row_token(queries, row), dv = round_up(p->v_head_dim, LANES);
     const int64_t at = (queries->batch * p->num_heads + head) * p->num_queries + token;
-    real *out = out_row(p, queries, row);
+    real *out = out_row(p, queries, row, s);
     const real *out_block = s->out + row * dv;
     if (sum == 0) { // no key, or scores of -inf only: 0, or not a number where an attended value is not finite
         for (int64_t j = 0; j < p->v_head_dim; j++)
@@ -276,7 +277,7 @@ static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace)
     }
     for (int64_t row = 0; row < queries.num_rows; row++) {
         merge_row(p, &queries, row, s);
-        if (p->rounded_out != NULL) round_row(p, &queries, row);
+        if (p->rounded_out != NULL) round_row(p, &queries, row, s);
     }
 }
 

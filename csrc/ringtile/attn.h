@@ -51,7 +51,7 @@ typedef struct rt_attn_params {
     int64_t out_stride[3];
 
     // Contiguous, or NULL. In the call that finishes a result, what out, or dk and dv, would hold is written here,
-    // rounded to dtype, and they are left with any numbers.
+    // rounded to dtype, and they are left with any numbers; a fresh forward that rounds takes no out (NULL).
     void *rounded_out; // (B, N, H, Dv) dtype. Forward
     void *rounded_dk;  // (B, K, G, D)  dtype. Backward, both or none, with fresh
     void *rounded_dv;  // (B, K, G, Dv) dtype
@@ -90,7 +90,8 @@ typedef struct rt_attn_delta_params {
 } rt_attn_delta_params;
 
 //   dout, out (B, N, H, Dv)   out: the final output, rounded to dtype
-//   dlse (B, H, N) contiguous f64: gradient of lse    delta (B, H, N) contiguous, f32, or f64 if dtype is RT_F64
+//   dlse (B, H, N) contiguous f64: gradient of lse, or NULL: 0
+//   delta (B, H, N) contiguous, f32, or f64 if dtype is RT_F64
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEAD_DIM (v_head_dim)
 rt_status rt_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                         void *delta, rt_parallel parallel);

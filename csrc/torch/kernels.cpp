@@ -157,8 +157,9 @@ void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
         attn_params(op, {q, k, v, begin, end, k_runs, scale, softcap, fresh},
                     {dropout, seed, step, stream, rows, positions}, {key_begin, key_end, positions}, lse);
     const std::vector<int64_t> sizes = {p.batch, p.num_queries, p.num_heads, p.v_head_dim};
-    p.out = op.rows("out", out, state_dtype(p.dtype), sizes, p.out_stride);
     p.rounded_out = op.dense("rounded_out", rounded_out, q.scalar_type(), sizes);
+    const bool has_out = !fresh || p.rounded_out == nullptr || op.arg("out", out).dtype(state_dtype(p.dtype)).x.numel();
+    if (has_out) p.out = op.rows("out", out, state_dtype(p.dtype), sizes, p.out_stride);
     p.workspace_bytes = op.attn_fwd_bytes(&p);
     const Tensor workspace = op.bytes(p.workspace_bytes);
     p.workspace = workspace.data_ptr();
@@ -191,7 +192,7 @@ void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
     check(RT_CORE(attn_bwd)(&p, op.queue()), op.name);
 }
 
-Tensor attn_delta(const Tensor &dout, const Tensor &out, const Tensor &dlse) {
+Tensor attn_delta(const Tensor &dout, const Tensor &out, std::optional<Tensor> dlse) {
     const Place op("attn_delta", dout);
     op.arg("dout", dout).dim(4);
     const ScalarType dtype = op.arg("dout", dout).scalar_type();
@@ -202,7 +203,7 @@ Tensor attn_delta(const Tensor &dout, const Tensor &out, const Tensor &dlse) {
     const void *const out_data = op.rows("out", out, dtype, sizes, p.out_stride);
     p.dtype = dtype_of(dout, op.name);
     const auto *const dlse_data = op.dense<const double>("dlse", dlse, ScalarType::Double, {B, H, N});
-    const Tensor delta = torch::stable::new_empty(dlse, {B, H, N}, state_dtype(p.dtype));
+    const Tensor delta = torch::stable::new_empty(dout, {B, H, N}, state_dtype(p.dtype));
     if (delta.numel() == 0) return delta; // the core takes no stride of 0, as an empty tensor may have
     check(RT_CORE(attn_delta)(&p, dout_data, out_data, dlse_data, delta.data_ptr(), op.queue()), op.name);
     return delta;

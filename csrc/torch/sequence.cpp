@@ -244,7 +244,7 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
           "float scale, float softcap, bool fresh=False, float dropout=0.0, int seed=0, int step=0, "
           "int stream=0, Tensor? rows=None, Tensor? positions=None, Tensor(d!)? rounded_dk=None, "
           "Tensor(e!)? rounded_dv=None, Tensor? key_begin=None, Tensor? key_end=None) -> ()");
-    m.def("attn_delta(Tensor dout, Tensor out, Tensor dlse) -> Tensor");
+    m.def("attn_delta(Tensor dout, Tensor out, Tensor? dlse=None) -> Tensor");
     m.def("attn_merge_(Tensor part, Tensor part_lse, Tensor(a!) out, Tensor(b!) lse, bool fresh, int first_row=0, "
           "Tensor? rows=None, Tensor(c!)? rounded=None) -> ()");
     m.def("rows_pack_(Tensor[] xs, Tensor runs, int dim, Tensor(a!)[] ys, Tensor? table=None) -> ()");

@@ -37,7 +37,8 @@ template <class T, int count> RT_KERNEL(THREADS) attn_delta(RT_PARAMS delta_para
     for (int mask = 1; mask < ROW_LANES; mask *= 2) sum += shfl_xor_sync(sum, mask);
     if (lane != 0 || token >= p.num_queries) return;
     const int64_t at = (batch * p.num_heads + head) * p.num_queries + token;
-    st_global((real<T> *)job.delta + at, (real<T>)((double)sum - ld_global(job.dlse + at)));
+    const double minus = job.dlse == nullptr ? 0 : ld_global(job.dlse + at);
+    st_global((real<T> *)job.delta + at, (real<T>)((double)sum - minus));
 }
 
 } // namespace

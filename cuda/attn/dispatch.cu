@@ -3,6 +3,7 @@
 #include "attn.cuh"
 #include "query_walk.cuh"
 
+#include "../../csrc/arrays.h"
 #include "../../csrc/attn/attn.h"
 
 #include <stdlib.h>
@@ -48,6 +49,15 @@ static bool rounded_out_can_be_mapped(const rt_attn_params &p) {
            (rows_can_be_mapped(p.rounded_out, stride) && rows_are_aligned(p.out, p.out_stride, 4));
 }
 
+// Of an out that a forward was not given, and needs since it takes more than one launch.
+static int64_t bytes_between_launches(const rt_attn_params &p) {
+    if (p.out != NULL || p.num_k_runs <= MAX_RUNS) return 0;
+    return rt_round_up_64(p.batch * p.num_queries * p.num_heads * p.v_head_dim * (int64_t)sizeof(float));
+}
+static int64_t forward_workspace_bytes(const rt_attn_params &p) {
+    return bytes_between_launches(p) + mask_tiles_bytes(p);
+}
+
 // Chooses the kernels of sm_80 (80) or sm_90a (90): the best for the current device, or those that
 // RINGTILE_CUDA_ISA names. Nothing else reads the environment.
 static rt_status choose_isa(int *isa) {
@@ -88,17 +98,22 @@ template <class T, int D, int DV> static rt_status backward(const rt_attn_params
 extern "C" {
 
 int64_t rt_cuda_attn_fwd_workspace_bytes(const rt_attn_params *p) {
-    return rt_attn_check_fwd(p) == RT_OK && fits_int(*p) ? mask_tiles_bytes(*p) : 0;
+    return rt_attn_check_fwd(p) == RT_OK && fits_int(*p) ? forward_workspace_bytes(*p) : 0;
 }
 
-rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream) {
-    const rt_status status = rt_attn_check_fwd(p);
+rt_status rt_cuda_attn_fwd(const rt_attn_params *given, void *stream) {
+    const rt_status status = rt_attn_check_fwd(given);
     if (status != RT_OK) return status;
-    if (!fits_int(*p)) return RT_BAD_SHAPE;
-    if (!has_workspace(*p, mask_tiles_bytes(*p))) return RT_WORKSPACE;
-    if (runs_plain(*p)) return attn_fwd_plain(*p, stream);
-    if (p->dtype == RT_BF16) return CHOOSE_DIMS(forward, bf16, *p, stream);
-    if (p->dtype == RT_F16) return CHOOSE_DIMS(forward, f16, *p, stream);
+    if (!fits_int(*given)) return RT_BAD_SHAPE;
+    if (!has_workspace(*given, forward_workspace_bytes(*given))) return RT_WORKSPACE;
+    rt_attn_params p = *given;
+    if (const int64_t bytes = bytes_between_launches(p)) {
+        rounded_out_strides(p, p.out_stride);
+        p.out = p.workspace, p.workspace = (char *)p.workspace + bytes;
+    }
+    if (runs_plain(p)) return attn_fwd_plain(p, stream);
+    if (p.dtype == RT_BF16) return CHOOSE_DIMS(forward, bf16, p, stream);
+    if (p.dtype == RT_F16) return CHOOSE_DIMS(forward, f16, p, stream);
     return RT_BAD_DTYPE;
 }
 

@@ -236,7 +236,8 @@ for _name in ("glu_bwd_", "attn_merge_", "cross_entropy_fwd_bwd_", "layout_check
 #   begin, end    int32 (B or 1, N): the query attends global positions [begin, end)
 #   k_runs        int64 (R, 4) on the CPU: global_begin, stride, local_begin, length; local_begin is a row of k
 #   out, lse      read and written: (B, N, H, Dv) of state_dtype; (B, H, N) of that, or of float64 to avoid rounding
-#                 between calls. Before the first block they hold 0 and -inf; with fresh, nothing yet
+#                 between calls. Before the first block they hold 0 and -inf; with fresh, nothing yet; with
+#                 rounded_out too, out may have no elements
 #   dropout, seed, step, stream, rows, positions    of the weights, after the softmax (docs/design/dropout.md); int64
 #                 rows (B), and positions (N) of the queries. lse is that of all keys
 #   rounded_out   like out, contiguous, of q's dtype: gets the merged out, rounded; then out holds any numbers
@@ -251,16 +252,21 @@ for _name in ("glu_bwd_", "attn_merge_", "cross_entropy_fwd_bwd_", "layout_check
 attn_fwd_, attn_bwd_ = _ops.attn_fwd_.default, _ops.attn_bwd_.default
 
 
-def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
+def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     """Return the delta of attn_bwd_, (B, H, N) of state_dtype: the sum over Dv of dout * out, minus dlse.
 
     dout, out (B, N, H, Dv): one dtype, unit stride in the last dim; dlse, the gradient of lse, (B, H, N) float64,
-    contiguous. dscores = P * (dP - delta): the softmax contributes sum(dout * out), and lse contributes -dlse.
+    contiguous; None: 0. dscores = P * (dP - delta): the softmax contributes sum(dout * out), and lse contributes -dlse.
     """
     return _call("delta", "attn_delta", "dout", dout, out, dlse)  # type: ignore[no-any-return]
 
 
-_register_fake("attn_delta", lambda dout, out, dlse: dlse.new_empty(dlse.shape, dtype=state_dtype(out.dtype)))
+_register_fake(
+    "attn_delta",
+    lambda dout, out, dlse=None: dout.new_empty(
+        (dout.size(0), dout.size(2), dout.size(1)), dtype=state_dtype(out.dtype)
+    ),
+)
 
 
 def attn_merge_(

@@ -62,11 +62,13 @@ def _blocks(*arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 @torch.no_grad()
-def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor) -> Tensor:
+def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     _check("attn_delta", "dout", dout, 4, out=out)
     (B, N, H, _), state = dout.shape, _state(dout)
+    delta = dout.new_empty((B, H, N), dtype=state)
+    if dlse is None:
+        dlse = dout.new_zeros((), dtype=torch.float64).expand(B, H, N)
     _check_one("attn_delta", "dlse", dlse, (B, H, N), torch.float64, dout.device)
-    delta = dlse.new_empty((B, H, N), dtype=state)
     tokens = (x.transpose(0, 1) for x in (dout, out))  # (N, B, H, Dv)
     for x, y, minus, result in _blocks(*tokens, dlse.permute(2, 0, 1), delta.permute(2, 0, 1)):
         result.copy_((x.to(state) * y.to(state)).sum(-1, dtype=torch.float64) - minus)

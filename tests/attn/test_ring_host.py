@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_calls import MASKS, problem
-from oracle import dense_gradients
+from oracle import dense_attention, dense_gradients
 from ringtile import IntervalMask, Layout, LoopbackWorld, ShardedSequence, ring_attention
 from ringtile.attn import aten, choose, ring
 from ringtile.attn.aten import InSquares
@@ -67,6 +67,33 @@ def test_a_round_makes_few_calls() -> None:
         "ringtile::attn_bwd_": 1,
         "ringtile::rows_add_": 1,
     }
+
+
+class Wide(TorchDispatchMode):
+    """The most elements of a float32 tensor that an operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.dtype == torch.float32:
+            self.largest = max(self.largest, found.numel())
+        return found
+
+
+@pytest.mark.parametrize("kernel", ["ringtile", "aten"])
+def test_one_round_holds_no_float32_out(kernel: str) -> None:
+    """With ringtile's kernel; 2 GiB at 131,072 tokens of 32 heads. Weights and out are rounded once."""
+    q, k, v = (torch.randn(1, 64, heads, 16, dtype=torch.bfloat16) for heads in (2, 1, 1))
+    sequence = ShardedSequence(IntervalMask.causal(64), Layout.contiguous(64, 1), None)
+    call = Call.of(sequence, q, k, v, 0.25, 0.0, kernel)
+    with Wide() as wide:
+        out, lse = ring.forward(call, q, k, v)
+    assert (wide.largest == 0) == (kernel == "ringtile")
+    exact, norms = dense_attention(q.double(), k.double(), v.double(), dense(sequence.mask), 0.25)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=2**-8 * float(v.abs().max()))
+    if kernel == "ringtile":  # 100 roundings of numbers up to 10; aten's exponentials are less exact
+        torch.testing.assert_close(lse, norms, rtol=0, atol=100 * 2**-24 * 10)
 
 
 class Asked(InSquares):

@@ -1,7 +1,7 @@
 // The delta of the attention backward against its formula in long double, for any shape, memory layout and dtype.
 #include "attn_case.h"
 
-// dlse and delta: (B, H, N) contiguous.
+// dlse, or NULL, and delta: (B, H, N) contiguous.
 static rt_status run_delta(const tensor *dout, const tensor *out, const tensor *dlse, tensor *delta,
                            rt_parallel parallel) {
     rt_attn_delta_params p = {.dtype = dout->dtype,
@@ -11,7 +11,7 @@ static rt_status run_delta(const tensor *dout, const tensor *out, const tensor *
                               .v_head_dim = dout->size[3]};
     memcpy(p.dout_stride, dout->stride, sizeof(p.dout_stride));
     memcpy(p.out_stride, out->stride, sizeof(p.out_stride));
-    return rt_attn_delta(&p, dout->data, out->data, dlse->data, delta->data, parallel);
+    return rt_attn_delta(&p, dout->data, out->data, dlse == NULL ? NULL : dlse->data, delta->data, parallel);
 }
 
 // A sum of Dv products, in any order, is off by at most Dv u times the sum of their absolute values. Subtracting dlse
@@ -26,7 +26,7 @@ static void check_delta(const tensor *dout, const tensor *out, const tensor *dls
             const long double term = (long double)get(dout, b, token, head, d) * get(out, b, token, head, d);
             sum += term, magnitude += fabsl(term);
         }
-        const long double want = sum - get(dlse, b, token, head, unit);
+        const long double want = sum - (dlse == NULL ? 0 : get(dlse, b, token, head, unit));
         const double bound = unit_roundoff(state) * (double)((long double)dout->size[3] * magnitude + 2 * fabsl(want));
         const double got = get(&delta, b, token, head, unit);
         if (isfinite((double)want))
@@ -65,6 +65,7 @@ static void test_every_head_dim_of_every_dtype(void) {
         delta_case c = new_delta_case(&state, all_dtypes[i % NUM_DTYPES], random_int(&state, 1, 2),
                                       random_int(&state, 1, 70), random_int(&state, 1, 3), dims[i / NUM_DTYPES]);
         check_delta(&c.dout, &c.out, &c.dlse, threads_of(1 + i % 3));
+        check_delta(&c.dout, &c.out, NULL, threads_of(1 + i % 3));
         free_delta_case(&c);
     }
 }
@@ -119,7 +120,6 @@ static void test_malformed_params_are_refused(void) {
 #undef REFUSED
     CHECK_STATUS(rt_attn_delta(&good, NULL, out, dlse, delta, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_attn_delta(&good, dout, NULL, dlse, delta, no_threads()), RT_BAD_POINTER);
-    CHECK_STATUS(rt_attn_delta(&good, dout, out, NULL, delta, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_attn_delta(&good, dout, out, dlse, NULL, no_threads()), RT_BAD_POINTER);
     CHECK_STATUS(rt_attn_delta(&good, dout, out, dlse, out + 1, no_threads()), RT_SHARED_MEMORY);
     CHECK(delta[0] == 7);

@@ -102,7 +102,7 @@ rt_status emulated_attn_delta(const rt_attn_delta_params *p, const void *dout, c
         };
         emulator::lend(dout, extent(p->dout_stride) * bytes_of(p->dtype), false);
         emulator::lend(out, extent(p->out_stride) * bytes_of(p->dtype), false);
-        emulator::lend(dlse, num_rows * 8, false);
+        if (dlse != nullptr) emulator::lend(dlse, num_rows * 8, false);
         emulator::lend(delta, num_rows * (p->dtype == RT_F64 ? 8 : 4), true);
     }
     return lent([&] { return rt_cuda_attn_delta(p, dout, out, dlse, delta, nullptr); });

@@ -120,7 +120,7 @@ def problem(seq_len: int, head_dim: int, causal: bool, heads: int, kv_heads: int
     lse = torch.empty(1, heads, seq_len, dtype=torch.float64, device="cuda")
     runs = ops.runs_tensor([(0, 1, 0, seq_len)])
     ops.attn_fwd_(q, k, v, begin, end, runs, out, lse, head_dim**-0.5, 0.0, True)
-    delta = ops.attn_delta(dout, out.to(q.dtype), torch.zeros_like(lse))
+    delta = ops.attn_delta(dout, out.to(q.dtype))
     dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     workspace = torch.empty(seq_len * heads + 2**20, dtype=torch.uint8, device="cuda")
     names = ["q", "k", "v", "dout", "lse", "delta", "begin", "end", "dq", "dk", "dv", "workspace"]

@@ -104,7 +104,7 @@ class InSquares:
         q, k, v = block.q, block.k, block.v
         squares = block.round.squares
         num_tokens = [(q.size(0) if rows == slice(None) else 1) * (at.q_end - at.q_begin) for rows, at in squares]
-        at_once = _start(state, num_tokens)
+        state, at_once = _start(state, num_tokens)
         for rows, square in squares:
             queries, keys = _places(rows, square)
             part, part_lse = self.attend(
@@ -175,7 +175,7 @@ class InPacks:
     def forward(self, block: Block, state: Running) -> None:
         q, k, v = block.q, block.k, block.v
         packs = block.round.packs(q, k)
-        at_once = _start(state, [pack.num_queries for pack in packs])
+        state, at_once = _start(state, [pack.num_queries for pack in packs])
         for pack in packs:
             given = (_take(x, rows) for x, rows in ((q, pack.q_rows), (k, pack.k_rows), (v, pack.k_rows)))
             found = self._functions.forward(*given, *_sequences(pack), False, **_options(pack, block))
@@ -222,16 +222,19 @@ def _lacks(block: Block) -> str:
     return ""
 
 
-def _start(state: Running, num_tokens: list[int]) -> bool:
-    """Return whether a block is merged at once, as one part of all queries; else the state is ready for several.
+def _start(state: Running, num_tokens: list[int]) -> tuple[Running, bool]:
+    """Return the state with an out, and whether a block is merged at once, as one part of all queries; else the state
+    is ready for several.
 
     num_tokens: of each part.
     """
+    if state.rounded is not None and state.out.numel() == 0:
+        state = state._replace(out=torch.empty_like(state.rounded, dtype=state.out.dtype))
     at_once = num_tokens == [state.out.size(0) * state.out.size(1)]
     if state.fresh and not at_once:
         state.out.zero_()
         state.lse.fill_(float("-inf"))
-    return at_once
+    return state, at_once
 
 
 def _merge_(

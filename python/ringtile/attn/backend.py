@@ -37,10 +37,15 @@ class Block(NamedTuple):
 class Running(NamedTuple):
     """The state of a forward, into which its blocks are merged."""
 
-    out: Tensor  # (B, N, H, Dv) of the state dtype
+    out: Tensor  # (B, N, H, Dv) of the state dtype; of no elements where it is fresh and rounded: nothing needs it
     lse: Tensor  # (B, H, N) float64
     fresh: bool  # no block came before, and both may be uninitialized
     rounded: Tensor | None = None  # like out, contiguous, of q's dtype: gets the merged out, and out any numbers
+
+    @property
+    def results(self) -> tuple[Tensor, Tensor]:
+        """Return out, rounded if it was, and lse."""
+        return self.out if self.rounded is None else self.rounded, self.lse
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +67,7 @@ class Final:
     @functools.cached_property
     def delta(self) -> Tensor:
         """rowsum(dout * out) - dlse, (B, H, N); computed once per backward."""
-        dlse = torch.zeros_like(self.lse) if self.dlse is None else self.dlse.contiguous()
-        return ops.attn_delta(self.dout, self.out, dlse)
+        return ops.attn_delta(self.dout, self.out, None if self.dlse is None else self.dlse.contiguous())
 
 
 class Gradients(NamedTuple):

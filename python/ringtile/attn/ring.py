@@ -34,19 +34,15 @@ from ringtile.transport.transport import Message
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv) -> out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64."""
-    out, lse = empty_outputs(q, call.shape.v_head_dim, ops.state_dtype(q.dtype))
-    if call.sinks is not None:  # as if a block of one key with that score and value 0 had come before
-        out.zero_()
-        lse.copy_(call.sinks[None, :, None])
-    rounded: Tensor | None = None
     rounds = call.rounds
+    state = first_state(q, call.shape.v_head_dim, call.sinks, is_last=len(rounds) == 1)
     for round, sent_k, sent_v in Keys(k, v, call).blocks():
         block_k, block_v = call.keys_of(q, sent_k, sent_v, call.expand)
-        if round is rounds[-1] and out.dtype != q.dtype:
-            rounded = torch.empty_like(out, dtype=q.dtype)
-        state = Running(out, lse, fresh=round is rounds[0] and call.sinks is None, rounded=rounded)
+        if round is rounds[-1] and state.rounded is None and state.out.dtype != q.dtype:
+            state = state._replace(rounded=torch.empty_like(state.out, dtype=q.dtype))
         choose.forward(call, round, q, block_k, block_v, state)
-    return out if rounded is None else rounded, lse
+        state = state._replace(fresh=False)
+    return state.results
 
 
 def backward(
@@ -156,6 +152,20 @@ def sink_gradient(sinks: Tensor, final: Final) -> Tensor:
     weights = (sinks.to(delta.dtype)[:, None] - final.lse).exp()
     unseen = sinks == -torch.inf  # a weight of 0, also where no key was attended and lse is -inf too
     return -(weights.masked_fill(unseen[:, None], 0) * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def first_state(q: Tensor, v_head_dim: int, sinks: Tensor | None, *, is_last: bool) -> Running:
+    """Return the state before a first block; is_last: which is the only one, so that it is rounded."""
+    state = ops.state_dtype(q.dtype)
+    if is_last and sinks is None and state != q.dtype:
+        rounded, lse = empty_outputs(q, v_head_dim, q.dtype)
+        return Running(q.new_empty(0, dtype=state), lse, fresh=True, rounded=rounded)
+    out, lse = empty_outputs(q, v_head_dim, state)
+    if sinks is not None:  # as if a block of one key with that score and value 0 had come before
+        out.zero_()
+        lse.copy_(sinks[None, :, None])
+    last = torch.empty_like(out, dtype=q.dtype) if is_last and state != q.dtype else None
+    return Running(out, lse, fresh=sinks is None, rounded=last)
 
 
 def empty_outputs(q: Tensor, v_head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ringtile import keep, ops
 from ringtile.attn import choose, ring, ulysses
 from ringtile.attn.attention import forward as forward_of
-from ringtile.attn.backend import Final, Gradients, Running
+from ringtile.attn.backend import Final, Gradients
 from ringtile.attn.call import AttentionDropout, Call, check_options, check_tensors
 from ringtile.attn.ulysses import Saved
 from ringtile.errors import RefusedError
@@ -182,14 +182,9 @@ def _call_of(
 
 def _forward(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, t, H, Dv) of q's dtype, lse (B, H, t), as `ring.forward` of one round."""
-    state = ops.state_dtype(q.dtype)
-    out, lse = ring.empty_outputs(q, v.size(3), state)
-    if call.sinks is not None:
-        out.zero_()
-        lse.copy_(call.sinks[None, :, None])
-    rounded = torch.empty_like(out, dtype=q.dtype) if state != q.dtype else None
-    choose.forward(call, round, q, k, v, Running(out, lse, fresh=call.sinks is None, rounded=rounded))
-    return out if rounded is None else rounded, lse
+    state = ring.first_state(q, v.size(3), call.sinks, is_last=True)
+    choose.forward(call, round, q, k, v, state)
+    return state.results
 
 
 class _Attend(torch.autograd.Function):
