@@ -165,8 +165,8 @@ MUTANTS = [
     Mutant(
         "first batch: what the user's classes hold is not put back",
         "python/ringtile/first_batch/state.py",
-        "return [later(_put_back_class, x, kept)] * is_own(x), [*kept.values()]",
-        "return [], [*kept.values()]",
+        "return [later(_put_back_class, x, kept)], [*kept.values(), *methods, *x.__bases__]",
+        "return [], [*kept.values(), *methods, *x.__bases__]",
         "tests/hf/test_first_batch_state.py -k attribute_of_a_class",
     ),
     Mutant(

@@ -19,7 +19,7 @@ from hf_engines import engine as engine_arguments
 from hf_models import tiny_encoder, tiny_model
 from hf_training import Messages, Padded, failure_of, make_trainer, packed
 from pool import run_ranks
-from ringtile.first_batch.run import TIMES
+from ringtile.first_batch.trace import TIMES
 from ringtile.hf import first_batch
 from ringtile.hf.first_batch import cut_batch
 from ringtile.hf.trainer import first_batch_of

@@ -163,14 +163,14 @@ def test_a_proof_that_would_take_long_is_made_of_less(
     seconds: float, expected: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backwards: list[bool] = []
-    record = first_batch.record
+    record = proof.record
 
     def recorded(*args: Any, **options: Any) -> Any:
         backwards.append(options.get("backward", True))
         return record(*args, **options)
 
     monkeypatch.setattr(proof, "_MOST_SECONDS", seconds)
-    monkeypatch.setattr(first_batch, "record", recorded)
+    monkeypatch.setattr(proof, "record", recorded)
     trainer = make_trainer(max_steps=1)
     trainer.model.model.layers[1].mlp = _Same(trainer.model.model.layers[1].mlp)
     ringtile.enable(trainer, {"stream": True, "tile_tokens": 8})

@@ -5,10 +5,10 @@ zero.
 """
 
 import torch
-from hf_models import ALTERNATING, SIZES
+from hf_models import ALTERNATING, SIZES, tiny_model
 from hf_training import TOLERANCE, Padded, assert_equal_training, failure_of, make_trainer, train
 from pool import run_ranks
-from ringtile.first_batch.trace import ModelCall, Trace
+from ringtile.first_batch.trace import ModelCall, Trace, runs_whole
 from ringtile.hf import shard
 from torch import nn
 from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
@@ -98,3 +98,26 @@ def test_experts_whose_gradient_is_not_finite_are_noted():
         expert(torch.zeros(3, 2, requires_grad=True)).square().sum().sqrt().backward()
     assert trace.calls[0].values == {}
     assert not bool(trace.finite["experts.0", "gradient"])
+
+
+class Adding(nn.Module):
+    """An MLP that adds nothing, whose scale alone has a gradient that is no number on a shard."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp, self.scale = mlp, nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        x_of_scale = x.detach() if runs_whole() else torch.zeros_like(x)
+        return self.mlp(x) + 0.0 * (self.scale * x_of_scale).square().sum().sqrt()
+
+
+def _refusal_of_weight():
+    model = tiny_model().train()
+    model.model.layers[1].mlp = Adding(model.model.layers[1].mlp)
+    return failure_of(make_trainer(model=model))
+
+
+def test_a_weight_whose_gradient_is_no_number_is_named():
+    for message in run_ranks(2, _refusal_of_weight):
+        assert "the gradient of model.layers.1.mlp.scale is not finite on a shard" in message

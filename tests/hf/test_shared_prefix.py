@@ -16,7 +16,8 @@ from hf_rollouts import make_rollouts, train_rollouts
 from hf_training import PROOF, TOLERANCE, make_pairs, make_trainer, train
 from pool import run_ranks
 from ringtile import IntervalMask
-from ringtile.first_batch.run import TIMES, record
+from ringtile.first_batch.proof import record
+from ringtile.first_batch.trace import TIMES
 from ringtile.hf.features.trees import share, unfold
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.shard import Reading, shard_batch
@@ -231,12 +232,12 @@ def _prove(config: dict[str, Any], family: str, averages: bool = False) -> tuple
         mlp.forward = lambda x: (y := forward(x)) + y.mean(1, keepdim=True)  # a hook would not run in the proof
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        run = record(*args, **kwargs)
-        tokens.append(math.prod(run.trace.calls[0].shape))
-        return run
+        trace = record(*args, **kwargs)
+        tokens.append(math.prod(trace.calls[0].shape))
+        return trace
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ringtile.hf.first_batch.record", recorded)
+        patch.setattr("ringtile.first_batch.proof.record", recorded)
         ringtile.enable(trainer, config | {"first_batch_check": "require"})  # else it goes on without shared_prefix
         try:
             trainer.train()

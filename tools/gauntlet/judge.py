@@ -1,7 +1,7 @@
 """One case through one backend, in processes of its own, and the verdict.
 
 The limit is derived: TIMES the error that torch's eager attention makes in the same dtype in one process, against
-float64, because sums in another order round elsewhere, and both errors are the largest of many (first_batch/run.py).
+float64, because sums in another order round elsewhere, and both errors are the largest of many (first_batch/trace.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ringtile.first_batch.run import TIMES
+from ringtile.first_batch.trace import TIMES
 
 from tools.gauntlet import training_cases
 from tools.gauntlet.attention_cases import AttentionCase, Outputs, exact

@@ -156,7 +156,7 @@ def verdict(proofs: list[dict[str, Any]], report: dict[str, Any]) -> dict[str, A
 
 def _of_first_batch(found: dict[str, float] | None) -> list[dict[str, Any]]:
     """Return the rows of the check of the first batch: differences over those that rounding makes."""
-    from ringtile.first_batch.run import TIMES
+    from ringtile.first_batch.trace import TIMES
 
     names = {"forward": "hidden states", "loss": "loss", "backward": "gradients"}
     return [

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ringtile.first_batch.run import TIMES, LossRun
-from ringtile.first_batch.trace import Event, ModelCall
+from ringtile.first_batch.trace import TIMES, Event, ModelCall, Trace
 
 _UNITS_OF_LOSS = 8  # roundings of a loss: its sum over tokens, its mean over ranks
 
@@ -35,9 +35,9 @@ class Comparison:
 
 
 def compare(
-    whole: LossRun,
-    rounded: LossRun,
-    sharded: LossRun,
+    whole: Trace,
+    rounded: Trace,
+    sharded: Trace,
     *,
     loss: Tensor | None,
     gradient_scale: float,
@@ -47,11 +47,11 @@ def compare(
     """The sharded run against the whole one; what differs by more than TIMES what rounding explains is a difference.
 
     loss: that of the sharded run, over all ranks; named: in words. gradient_scale: a gradient of the sharded run over
-    that of the whole one, where they are equal. scale: that of `record`. A collective of the ranks of the sharded run.
+    that of the whole one, where they are equal. scale: of all gradients. A collective of the ranks of the sharded run.
     """
-    found, names, noise_of_loss = Comparison(), whole.trace.names, 0.0
+    found, names, noise_of_loss = Comparison(), whole.names, 0.0
     backward: list[tuple[_Measure, Event, Tensor, Tensor, Tensor, float]] = []
-    for one, other, shard in zip(whole.trace.calls, rounded.trace.calls, sharded.trace.calls, strict=False):
+    for one, other, shard in zip(whole.calls, rounded.calls, sharded.calls, strict=False):
         measure, order = _Measure(one), one.in_shared_order()
         of_values, of_slopes = ({x: kept[x] for x in order if x in kept} for kept in (one.values, one.gradients))
         values, disturbed, theirs = (call.joined(call.values, of_values) for call in (one, other, shard))
@@ -82,26 +82,29 @@ def compare(
     return found
 
 
-def _not_finite(whole: LossRun, sharded: LossRun) -> str:
+def _not_finite(whole: Trace, sharded: Trace) -> str:
     """What is not finite on any token of a shard, padding included, and is in one process, in words: padding counts in
     no loss, but 0 times infinity would make every gradient of weights NaN."""
-    in_one_process = whole.trace.finite
-    for (path, kind), finite in sharded.trace.finite.items():
-        if not finite and in_one_process.get((path, kind), finite):
-            what = "the gradient that reaches what" if kind == "gradient" else "what"
-            return f"{what} {_named(path, whole.trace.names)} returns is not finite on a shard, or on its padding"
+    for (path, kind), finite in sharded.finite.items():
+        if not finite and whole.finite.get((path, kind), finite):
+            module = _named(path, whole.names)
+            what = {"output": f"what {module} returns", "weight": f"the gradient of {path}"}.get(
+                kind, f"the gradient that reaches what {module} returns"
+            )
+            return f"{what} is not finite on a shard, or on its padding"
     return ""
 
 
 def _compare_loss(
-    found: Comparison, whole: LossRun, rounded: LossRun, loss: Tensor | None, noise: float, named: str
+    found: Comparison, whole: Trace, rounded: Trace, loss: Tensor | None, noise: float, named: str
 ) -> None:
     if whole.loss is None or rounded.loss is None or loss is None:
         return
     mine, theirs = float(whole.loss), float(loss)
     if math.isnan(mine) and math.isnan(theirs):
         return
-    noise = max(noise, abs(float(rounded.loss) - mine), _UNITS_OF_LOSS * whole.rounding * abs(mine))
+    unit = torch.finfo(whole.loss.dtype).eps
+    noise = max(noise, abs(float(rounded.loss) - mine), _UNITS_OF_LOSS * unit * abs(mine))
     found.loss = _ratio(abs(theirs - mine), noise)
     if found.loss > TIMES and not found.difference:
         found.difference = (
@@ -110,7 +113,7 @@ def _compare_loss(
         )
 
 
-def compare_written(found: Comparison, whole: LossRun, rounded: LossRun, ranks: Mapping[str, Tensor]) -> None:
+def compare_written(found: Comparison, whole: Trace, rounded: Trace, ranks: Mapping[str, Tensor]) -> None:
     """What a forward has written, of the sharded run by the rank: name -> float64 (W, n) of whole.written's (n,)."""
     for name, theirs in ranks.items():
         mine = whole.written[name]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ringtile.errors import RefusedError
 from ringtile.first_batch.compare import Comparison, compare, compare_written
-from ringtile.first_batch.run import LossRun
+from ringtile.first_batch.state import State
+from ringtile.first_batch.trace import Trace
 from ringtile.sequence.layout import Layout
 from ringtile.transport.groups import Group, transport_of
 
@@ -23,10 +26,52 @@ logger = logging.getLogger("ringtile")
 # steep that errors may hide behind its rounding, or it draws random numbers.
 _STEEP_UNITS, _STEEP = 4096.0, 0.25
 _MOST_SECONDS = 60.0  # that a proof is expected to take, above which it is made of less
+_MOST_WEIGHTS = 1 << 28  # bytes of the weights whose gradients are looked at
+
+
+def record(
+    computes: Callable[[Trace], contextlib.AbstractContextManager[Tensor | None]],
+    trace: Trace,
+    *,
+    scale: float = 1.0,
+    backward: bool = True,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Trace:
+    """Computes a loss and, if it has a graph, the gradients that reach the modules; no parameter gets a gradient.
+
+    computes(trace): the context in which the loss has been computed, and the backward runs. scale: multiplies the loss
+    in the backward. weights: whether the gradients of these are numbers is noted.
+    """
+    weights = weights or {}
+    with trace, computes(trace) as loss:
+        if backward and loss is not None and loss.requires_grad and trace.sources:
+            # Neither hooks on parameters nor those of engines run: they are on what accumulates gradients.
+            inputs = [*trace.sources, *weights.values()]
+            gradients = torch.autograd.grad(loss * scale, inputs, torch.ones_like(loss), allow_unused=True)
+            for name, x in zip(weights, gradients[len(trace.sources) :], strict=True):
+                if x is not None:  # one that is infinite may be the sum of large ones
+                    trace.finite[name, "weight"] = ~x.isnan().any()
+    trace.sources.clear()
+    trace.loss = None if loss is None else loss.detach()
+    return trace
+
+
+def _weights(paths: Mapping[nn.Module, str]) -> dict[str, Tensor]:
+    """Weights that neither an engine nor a hook holds, the smallest first: their gradients take little memory."""
+    found, num_bytes = dict[str, Tensor](), 0
+    named = [(f"{path}.{name}", x) for module, path in paths.items() for name, x in module.named_parameters("", False)]
+    for name, x in sorted(named, key=lambda each: each[1].numel()):
+        num_bytes += x.numel() * x.element_size()
+        is_plain = type(x) is nn.Parameter and not x._backward_hooks and not hasattr(x, "ds_id")
+        if is_plain and x.requires_grad and num_bytes <= _MOST_WEIGHTS:
+            found[name] = x
+    return found
 
 
 def prove(
-    run: Callable[..., LossRun],
+    computes: Callable[[Trace], contextlib.AbstractContextManager[Tensor | None]],
+    state: State,
+    paths: Mapping[nn.Module, str],
     group: Group | None,
     *,
     averages: bool,
@@ -41,20 +86,33 @@ def prove(
 ) -> Comparison | None:
     """Runs a loss whole, whole with other rounding, and sharded, and compares. A collective of the group.
 
-    run(whole, like=..., rounding=...): `record` on the same tokens, whole or sharded; a group of one rank proves what
-    key does, on a tree of rows or in streamed layers. averages: whether the loss is the mean of the ranks' losses; else
-    it is their sum. num_tokens: of all rows together. num_items: a number that the loss is divided by, if more. named:
-    the loss, in words. own_code: whether code of the user's runs, which may keep a state that is not put back: the
-    sharded run is made again, without its backward, and must give the same bits. besides: what else the log says.
-    largest_of_all: of a number of each rank of the world, by which every group makes the same runs: under FSDP2 and
-    ZeRO-3 each is a collective of all. None, with a warning: the loss of one process is not finite, so that nothing can
-    be compared. If rounding does not explain the difference, raises RefusedError on every rank, or, without `raises`,
-    returns it as `refusal`.
+    computes: see `record`; on the same tokens, whole or sharded as the trace says. A group of one rank proves what key
+    does, on a tree of rows or in streamed layers. state: put back before each run. paths: of the modules. averages:
+    whether the loss is the mean of the ranks' losses; else it is their sum. num_tokens: of all rows together.
+    num_items: a number that the loss is divided by, if more. named: the loss, in words. own_code: whether code of the
+    user's runs, which may keep a state that is not put back: the sharded run is made again, without its backward, and
+    must give the same bits. besides: what else the log says. largest_of_all: of a number of each rank of the world, by
+    which every group makes the same runs: under FSDP2 and ZeRO-3 each is a collective of all. None, with a warning:
+    the loss of one process is not finite, so that nothing can be compared. If rounding does not explain the difference,
+    raises RefusedError on every rank, or, without `raises`, returns it as `refusal`.
     """
     began = time.perf_counter()
     scale = 2.0 ** max(num_tokens, num_items).bit_length()  # the gradients of a mean would underflow in 16 bits
-    whole = run(True, scale=scale)
-    transport, device = transport_of(group), whole.trace.device
+    weights = _weights(paths)
+
+    def run(
+        is_whole: bool, *, restores: bool = True, draws: bool = False, backward: bool = True, **options: Any
+    ) -> Trace:
+        """restores: whether it begins where the first run did; draws: but for random numbers."""
+        if restores:
+            state.restore(draws=not draws)
+        trace = Trace(paths, whole=is_whole, **options)
+        record(computes, trace, scale=scale, backward=backward, weights=weights)
+        trace.written = state.written()
+        return trace
+
+    whole = run(True)
+    transport, device = transport_of(group), whole.device
     size = transport.world_size
 
     def anywhere(flag: bool) -> bool:
@@ -63,8 +121,8 @@ def prove(
     seconds = time.perf_counter() - began  # of a forward, about a third
     backward = not anywhere(3 * seconds > _MOST_SECONDS)
     makes_again = own_code and not anywhere(10 / 3 * seconds > _MOST_SECONDS)
-    perturbed = functools.partial(run, True, scale=scale, like=whole, rounding=True, backward=backward)
-    on_shards = functools.partial(run, False, scale=scale, like=whole)
+    perturbed = functools.partial(run, True, follows=whole, rounding=True, backward=backward)
+    on_shards = functools.partial(run, False, follows=whole)
     rounded, sharded = perturbed(), on_shards(backward=backward)
     again = on_shards(backward=False) if makes_again else sharded
     if anywhere(whole.loss is not None and not bool(whole.loss.isfinite())):
@@ -76,17 +134,17 @@ def prove(
     # Of the sum of the ranks' losses, whose backward is one over all ranks.
     scales = {"gradient_scale": float(size) if averages else 1.0, "scale": scale}
     found = compare(whole, rounded, sharded, loss=loss, named=named, **scales)
-    unsteady = sharded.trace.differs_from(again.trace)
+    unsteady = sharded.differs_from(again)
     if anywhere(bool(found.difference)):  # but of other random numbers?
         drawn = perturbed(draws=True)
         by_draws = compare(whole, drawn, sharded, loss=loss, named=named, **scales)
-        by_draws.random = rounded.trace.differs_from(drawn.trace)
+        by_draws.random = rounded.differs_from(drawn)
         if by_draws.random and not by_draws.difference:
             found, rounded = by_draws, drawn
     found.unsteady = unsteady
     compare_written(found, whole, rounded, _written(whole, sharded, group, device))
     if anywhere(bool(found.parts)):  # does it read them? Once more, on what the last run has left
-        reads = sharded.trace.differs_from(on_shards(backward=False, restores=False).trace)
+        reads = sharded.differs_from(on_shards(backward=False, restores=False))
         if found.parts and reads and not found.unsteady and not found.difference:
             found.difference = f"{reads} reads {found.parts[0]}, of which a forward on a shard writes a part"
     found.refusal = _refusal(found, group, device, key)
@@ -100,7 +158,7 @@ def prove(
             "made of them, are left out of the comparison of the first batch, but for their size",
             found.random,
         )
-    is_steep = not found.random and found.noise > min(_STEEP_UNITS * whole.trace.unit, _STEEP)
+    is_steep = not found.random and found.noise > min(_STEEP_UNITS * whole.unit, _STEEP)
     if _of_all_ranks(torch.tensor([is_steep], device=device), group).any():
         logger.warning(
             "ringtile: rounding alone, or random numbers that nothing counts, change hidden states of the first batch "
@@ -144,7 +202,7 @@ def _refusal(found: Comparison, group: Group | None, device: torch.device, key: 
     )
 
 
-def _written(whole: LossRun, sharded: LossRun, group: Group | None, device: torch.device) -> dict[str, Tensor]:
+def _written(whole: Trace, sharded: Trace, group: Group | None, device: torch.device) -> dict[str, Tensor]:
     """What the whole run has written, as each rank has: name -> (W, n). Without what has another shape on a shard."""
     lost = {name: torch.full_like(x, torch.inf) for name, x in whole.written.items()}
     mine = {name: sharded.written.get(name, torch.zeros_like(x)) for name, x in whole.written.items()}

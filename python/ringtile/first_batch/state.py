@@ -4,28 +4,31 @@ of the user's runs in the model, in the user's own Python modules. It is put bac
 from __future__ import annotations
 
 import array
+import builtins
 import contextlib
 import functools
 import logging
 import operator
+import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ringtile.first_batch.own import LIBRARIES, is_own, is_users, names_in
+from ringtile.first_batch.own import LIBRARIES, is_own, is_users
 from ringtile.random_states import all_random_states, set_random_states
 
 _MOST = 10_000  # entries of a container whose content is kept
 _LARGEST = 1 << 28  # bytes of all tensors that are copied
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # attributes of every module
-_PUTS = ("set_state", "setstate")  # of generators of random numbers
 _PLAIN = (bool, int, float, str, type(None), list, deque, set, tuple, dict, Tensor)
 _LASTING = (int, float, complex, str, bytes, types.BuiltinFunctionType, torch.dtype)
+_THREADS = frozenset({"_thread", "threading", "queue", "multiprocessing", "concurrent"})
+_Undo = Callable[[], object]
 
 
 class State:
@@ -40,24 +43,22 @@ class State:
 
     def __init__(self, model: nn.Module, code: list[Any], *, holder: object = None) -> None:
         self.unknown = self.lost = ""
-        self._undo: list[Callable[[], object]] = []
-        self._undo_draws: list[Callable[[], object]] = []  # of generators of random numbers
-        self._seen, self._bytes = dict[int, Any](), 0
+        self._undo: list[_Undo] = []
+        self._undo_draws: list[_Undo] = []  # of generators of random numbers
+        self._seen: dict[int, Any] = {id(vars(builtins)): builtins}  # which every Python module holds
+        self._bytes = 0
         self._numbers: list[tuple[str, dict[str, Any], str, Tensor]] = []  # of modules, as they were
-        own, name, names = {*map(id, code)}, type(model).__name__, names_in(code)
+        own, name = {*map(id, code)}, type(model).__name__
         self._watched: list[tuple[str, Tensor, int]] = [
             (path, x, x._version) for path, x in model.named_parameters() if type(x) is nn.Parameter
         ]
         for path, module in model.named_modules():
             used = {id(x) for x in (*type(module).__mro__, *vars(module).values(), *vars(type(module)).values())}
             self._module(module, f"{name}.{path}" if path else name, bool(own & used))
-        for space in [vars(sys.modules[each]) for each in [*sys.modules] if code and is_users(each)]:
-            self._undo.append(functools.partial(_put_back, space, dict(space)))
-            for variable, x in [*space.items()]:
-                place = space["__name__"], variable
-                self._keep(x, ".".join(place), place in names)
         for x in code:
             self._keep(x, x.__qualname__, True)
+        for name in [each for each in [*sys.modules] if code and is_users(each)]:
+            self._keep(vars(sys.modules[name]), name, False)
         if holder is not None:  # a Trainer, whose other attributes are the training's
             self._attributes(vars(holder), type(holder).__name__, False, lambda name, x: _is_numbers(x))
         self._random = all_random_states()
@@ -113,11 +114,14 @@ class State:
                 waiting += [*x._parameters.values(), *x._modules.values()]
             elif isinstance(x, Tensor):
                 self._tensor(x, place)
+            elif (draws := _draws(x)) is not None:
+                self._undo_draws.append(draws)
             elif self._bytes + size <= _LARGEST and (data := _data(x, named)) is not None:
-                is_generator = hasattr(type(x), "bit_generator") or any(hasattr(type(x), put) for put in _PUTS)
-                (self._undo_draws if is_generator else self._undo).extend(data[0])
+                self._undo += data[0]
                 self._bytes += size
                 waiting += data[1] if len(data[1]) <= _MOST else ()
+                for variable, held in _variables(x) if named else ():
+                    self._keep(held, variable, True)
             elif named and not _lasts(type(x)):
                 self.unknown = self.unknown or f"{place} is a {type(x).__name__}"
 
@@ -143,14 +147,40 @@ def _flat(x: Any) -> Tensor | None:
     return x.detach().double().flatten().cpu()
 
 
-def _data(x: Any, named: bool) -> tuple[list[Callable[[], object]], list[Any]] | None:
+def _variables(x: Any) -> Iterator[tuple[str, Any]]:
+    """The variables of the user's Python modules that a function of theirs names, by name."""
+    if isinstance(x, types.FunctionType) and is_own(x):
+        names, of_file = {*_names(x.__code__)}, x.__globals__
+        named = [of_file.get(name) for name in names]
+        spaces = [vars(y) for y in named if isinstance(y, types.ModuleType) and is_users(y.__name__)]
+        for space in (of_file, *spaces):
+            yield from ((f"{space['__name__']}.{name}", space[name]) for name in names & space.keys())
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
+
+
+def _draws(x: Any) -> _Undo | None:
+    """What makes a generator of random numbers give the same ones again; None: it is none."""
+    cls, home = type(x), type(x).__module__.partition(".")[0]
+    if home == "numpy" and hasattr(cls, "bit_generator"):
+        return functools.partial(setattr, x.bit_generator, "state", x.bit_generator.state)
+    if isinstance(x, random.Random):
+        return functools.partial(x.setstate, x.getstate())
+    if home in ("torch", "numpy") and hasattr(cls, "set_state"):
+        return functools.partial(x.set_state, x.get_state())
+    return None
+
+
+def _data(x: Any, named: bool) -> tuple[list[_Undo], list[Any]] | None:
     """What puts the content of x back, and what x holds; None: it is no data."""
-    cls = type(x)
-
-    def later(function: Callable[..., object], *args: Any) -> Callable[[], object]:
-        return functools.partial(function, *args)
-
-    if isinstance(x, dict | list) and cls.__module__.partition(".")[0] in LIBRARIES:
+    cls, later = type(x), functools.partial
+    home = cls.__module__.partition(".")[0]
+    if isinstance(x, dict | list) and home in LIBRARIES:
         return None  # a mapping of transformers imports what it is asked for
     if isinstance(x, dict):
         return [later(_put_back, x, dict(x))], [*x.values()]
@@ -164,6 +194,8 @@ def _data(x: Any, named: bool) -> tuple[list[Callable[[], object]], list[Any]] |
         return [], [vars(x)] if x.__name__ not in sys.modules else []
     if isinstance(x, types.MethodType):
         return [], [x.__self__, x.__func__]
+    if isinstance(x, property | staticmethod | classmethod):
+        return [], [getattr(x, "fget", None), getattr(x, "fset", None), getattr(x, "__func__", None)]
     if isinstance(x, functools.partial):
         return [], [x.func, x.args, x.keywords, vars(x)]
     if isinstance(x, logging.Logger):
@@ -175,20 +207,18 @@ def _data(x: Any, named: bool) -> tuple[list[Callable[[], object]], list[Any]] |
             return [later(setattr, x, "cell_contents", x.cell_contents)], [x.cell_contents]
         return [], []
     if isinstance(x, functools._lru_cache_wrapper):
-        return [] if x.cache_info().currsize else [x.cache_clear], []
+        return [] if x.cache_info().currsize else [x.cache_clear], [x.__wrapped__]
     if isinstance(x, type):
-        kept = {name: value for name, value in vars(x).items() if not name.startswith("__")} if is_own(x) else {}
-        return [later(_put_back_class, x, kept)] * is_own(x), [*kept.values()]
-    for kinds, get, put in (("torch", "numpy"), "get_state", "set_state"), (("random",), "getstate", "setstate"):
-        if cls.__module__.startswith(kinds) and hasattr(cls, put):
-            return [later(getattr(x, put), getattr(x, get)())], []
-    if cls.__module__.startswith("numpy"):
-        if hasattr(cls, "bit_generator"):
-            return [later(setattr, x.bit_generator, "state", x.bit_generator.state)], []
+        if not is_own(x):
+            return [], []
+        kept = {name: value for name, value in vars(x).items() if not name.startswith("__")}
+        methods = [value for value in vars(x).values() if isinstance(value, types.FunctionType)]
+        return [later(_put_back_class, x, kept)], [*kept.values(), *methods, *x.__bases__]
+    if home == "numpy":
         if hasattr(cls, "spawn"):
             return None
         return [later(x.__setitem__, ..., x.copy())] if hasattr(x, "flags") and x.flags.writeable else [], []
-    is_simple = named and cls.__module__.partition(".")[0] in sys.stdlib_module_names - {"logging", "_io", "ctypes"}
+    is_simple = named and home in sys.stdlib_module_names - {"logging", "_io", "ctypes"}
     if not (is_own(cls) or is_simple or hasattr(cls, "to_dict")):  # a configuration of a library
         return None
     held = getattr(x, "__dict__", None)
@@ -196,10 +226,11 @@ def _data(x: Any, named: bool) -> tuple[list[Callable[[], object]], list[Any]] |
         slot for each in cls.__mro__ for slot in vars(each).values() if isinstance(slot, types.MemberDescriptorType)
     ]
     content = {slot: slot.__get__(x) for slot in slots if hasattr(x, slot.__name__)} if is_own(cls) else {}
-    if (not isinstance(held, dict) and not content) or any(_is_threads(y) for y in (held or {}).values()):
+    # Threads may have a part in it.
+    is_threads = any(type(y).__module__.partition(".")[0] in _THREADS for y in (held or {}).values())
+    if (not isinstance(held, dict) and not content) or is_threads:
         return None
-    undo = [later(slot.__set__, x, value) for slot, value in content.items()]
-    return undo, [held, *content.values()]
+    return [later(slot.__set__, x, value) for slot, value in content.items()], [cls, held, *content.values()]
 
 
 def _lasts(cls: type) -> bool:
@@ -208,20 +239,19 @@ def _lasts(cls: type) -> bool:
     by_value = hashes not in (None, object.__hash__) and cls.__module__ != "ctypes"
     of_library = cls.__module__.partition(".")[0] in LIBRARIES and not cls.__module__.startswith("torch.utils")
     of_library = of_library or cls.__module__ == "torch.utils.hooks"  # handles, which transformers keeps
-    return by_value or of_library or hasattr(cls, "__get__") or cls.__module__ in ("logging", "torch")
-
-
-def _is_threads(x: Any) -> bool:
-    """Whether other threads have a part in it."""
-    return type(x).__module__.partition(".")[0] in ("_thread", "threading", "queue", "multiprocessing", "concurrent")
+    return by_value or of_library or hasattr(cls, "__get__") or cls.__module__ in ("logging", "torch", "_abc")
 
 
 def _is_numbers(x: Any) -> bool:
-    """Whether it is a number, or holds nothing but numbers."""
-    if isinstance(x, dict | list | deque | set | tuple):
-        entries = [y for pair in x.items() for y in pair] if isinstance(x, dict) else x
-        return len(x) <= _MOST and all(map(_is_numbers, entries))
-    return isinstance(x, bool | int | float | str | None)
+    """Whether it is a number, or holds no more than some thousand numbers and nothing else."""
+    waiting, count = [x], 0
+    while waiting and count < _MOST:
+        x, count = waiting.pop(), count + 1
+        if isinstance(x, dict | list | deque | set | tuple):
+            waiting += [*x.values()] if isinstance(x, dict) else [*x]
+        elif not isinstance(x, bool | int | float | str | None):
+            return False
+    return not waiting
 
 
 # ---- the way back -------------------------------------------------------------------------------

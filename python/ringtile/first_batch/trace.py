@@ -24,6 +24,9 @@ from torch.overrides import TorchFunctionMode
 from ringtile.precision import float32_rounding
 from ringtile.sequence.sharded import ShardedSequence
 
+# A sharded run rounds where the run with rounding does, by a few units in the last place instead of at most one, and
+# both differences are the largest of many.
+TIMES = 16.0
 NUM_SIGNS = 4
 _COLUMNS = 1 << 14  # features that are sketched at once: those of logits would fill memory as float64
 _MISSING = -1.25e300  # a number that no sketch is
@@ -83,6 +86,21 @@ class ModelCall:
             whole = torch.cat([whole[0], torch.zeros_like(whole[0, :1])])[self.rows.to(device)]
         return {event: part for event, part in zip(of, whole.unbind(2), strict=True) if not (part == _MISSING).any()}
 
+    def local(self, whole: Tensor) -> Tensor:
+        """Of numbers (B S, ...) of all tokens, as a run of one process has them: those of the tokens inside."""
+        if self.sequence is None:
+            return whole
+        layout, rank = self.sequence.layout, self.sequence.rank
+        places = layout.positions(rank).to(whole.device).clamp(max=self.seq_len - 1)
+        if self.rows is None:
+            return whole.view(self.shape[0], -1, *whole.shape[1:])[:, places].flatten(0, 1)
+        batch, seq_len = self.rows.shape  # a token of the rows, of which one process may have padded each, that each is
+        width = whole.size(0) // batch
+        tokens = torch.arange(batch, device=places.device)[:, None] * width + torch.arange(seq_len).to(places)
+        found = places.new_zeros(self.seq_len + 1)
+        found[self.rows.to(places)] = tokens
+        return whole[found[places]]
+
     def summed(self, gradients: Mapping[Event, Tensor]) -> Mapping[Event, Tensor]:
         """Gradients (B, S, NUM_SIGNS) of rows: where the call is of a tree, the sum of those of one token of it."""
         if self.rows is None:
@@ -95,30 +113,41 @@ class ModelCall:
         return found
 
 
-class Trace:
-    """Records the modules of `paths` while it is entered. A call of a model begins with `begin`.
+class Trace(TorchFunctionMode):
+    """One computation of a loss, with what the modules of `paths` gave and got while it was entered. A call of a model
+    begins with `begin`.
 
-    rounding: disturbs what each innermost module takes and returns, and its gradient, by one unit in the last place, as
-    other orders of summation do. choices: those of another trace, which `torch.topk` makes here too where they are as
-    good up to rounding: an expert that another order of summation exchanges is no error.
+    whole: whether nothing is sharded in it. rounding: disturbs what each innermost module takes and returns, and its
+    gradient, by one unit in the last place, as other orders of summation do. follows: a trace of the same tokens, whose
+    choices `torch.topk` makes here too where they are as good up to rounding: an expert that another order of summation
+    exchanges is no error. With rounding, all are, and it is measured how far the scores are apart.
     """
 
     def __init__(
-        self, paths: Mapping[nn.Module, str], *, rounding: bool = False, choices: Choices | None = None
+        self,
+        paths: Mapping[nn.Module, str],
+        *,
+        whole: bool = True,
+        rounding: bool = False,
+        follows: Trace | None = None,
     ) -> None:
+        super().__init__()
+        self.whole = whole
+        self.loss: Tensor | None = None  # ()
+        self.written: Mapping[str, Tensor] = {}  # float64: by how much it changed tensors of the model, by name
         self.calls: list[ModelCall] = []
         self.sources: list[Tensor] = []  # the first tensors of the graph, to which gradients lead
-        self.choices = choices or Choices()
-        self._paths, self._rounding = paths, rounding
         self.names = {path: type(module).__name__ for module, path in paths.items()}
+        # Whether all that a module returns, and all gradients of that, those of experts too, are finite: bool ().
+        self.finite: dict[tuple[str, str], Tensor] = {}
+        self._paths, self._rounding, self._follows = paths, rounding, follows
         self._inside: list[Event] = []  # the modules that run, outermost first
-        self._numbers: Counter[str] = Counter()
+        self._numbers: Counter[Any] = Counter()
         self._handles: list[Any] = []
         self._generator: dict[torch.device, torch.Generator] = {}
         self._waiting: ModelCall | None = None  # for its language model
-        # Whether all that a module returns, and all gradients of that, those of experts too, are finite: bool ().
-        self.finite: dict[tuple[str, str], Tensor] = {}
-        self.whole = False  # whether nothing is sharded in this run
+        self._choices: dict[Any, tuple[Tensor, Tensor]] = {}  # scores and indices, both (B N, ...)
+        self._noise: dict[Any, float] = {}  # of scores
 
     def begin(self, call: ModelCall, at_seam: bool = False) -> None:
         """What enters the model from here on are the tokens of this call.
@@ -131,7 +160,6 @@ class Trace:
             return
         self.calls.append(call)
         self._numbers.clear()
-        self.choices.begin(call, len(self.calls) - 1)
 
     def entered(self, path: str, x: Tensor) -> Tensor:
         """x, which enters a language model: if a call waits for it, one of the tensors at which the graph begins."""
@@ -149,14 +177,13 @@ class Trace:
         _running = self
         # Hooks of all modules of the process: with hooks of its own, a module could not be tiled.
         self._handles = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
-        self.choices.place = lambda: self._inside[-1] if self._inside else None
-        self.choices.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         global _running
         _running = None
-        self.choices.__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         while self._handles:
             self._handles.pop().remove()
 
@@ -267,6 +294,33 @@ class Trace:
         self.sources.append(x)
         return x
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in (torch.topk, Tensor.topk) or not self._inside or not args or "out" in kwargs:
+            return result
+        scores, place, (rows, tokens) = args[0], self._inside[-1], self.calls[-1].shape
+        leading = scores.dim() > 2 and scores.shape[:2] == (rows, tokens)
+        dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+        if dim not in (-1, scores.dim() - 1) or scores.dim() < 2 or not (leading or scores.size(0) == rows * tokens):
+            return result
+        key = len(self.calls), place, self._numbers[place]
+        self._numbers[place] += 1
+        flat, indices = (x.detach().flatten(0, 1) if leading else x.detach() for x in (scores, result[1]))
+        self._choices[key] = flat, indices
+        if self._follows is None or key not in self._follows._choices:
+            return result
+        theirs, chosen = (self.calls[-1].local(x) for x in self._follows._choices[key])
+        if theirs.shape != flat.shape or chosen.shape != indices.shape:
+            return result
+        if self._rounding:
+            self._follows._noise[key] = float((flat - theirs).abs().amax())
+        else:
+            own, others = (flat.gather(-1, x).amin(-1, keepdim=True) for x in (indices, chosen))
+            chosen = torch.where(own - others <= TIMES * self._follows._noise.get(key, 0.0), chosen, indices)
+        chosen = chosen.view(result[1].shape)
+        return type(result)((scores.gather(-1, chosen), chosen))
+
     def _disturbs(self, module: nn.Module, x: Tensor) -> bool:
         return self._rounding and x.is_floating_point() and next(module.children(), None) is None
 
@@ -289,83 +343,6 @@ def running_trace() -> Trace | None:
 def runs_whole() -> bool:
     """Whether what runs is a proof's run in which nothing is sharded."""
     return _running is not None and _running.whole
-
-
-class Choices(TorchFunctionMode):
-    """What `torch.topk` chooses for each token, by the module that calls it.
-
-    follows: the choices of an earlier trace of the same tokens; rounding: whether to take all of them, and measure how
-    far the scores of the two traces are apart; else those are taken that are as good up to so much, `times` over.
-    """
-
-    def __init__(self, follows: Choices | None = None, *, rounding: bool = False, times: float = 0.0) -> None:
-        super().__init__()
-        self.place: Any = lambda: None
-        self.made: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # scores and indices, both (B N, ...)
-        self.noise: dict[tuple[Any, ...], float] = {}
-        self._follows, self._rounding, self._times = follows, rounding, times
-        self._call: ModelCall | None = None
-        self._numbers: Counter[Any] = Counter()
-
-    def begin(self, call: ModelCall, index: int) -> None:
-        self._call, self._index = call, index
-        self._numbers.clear()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func not in (torch.topk, Tensor.topk) or self._call is None or "out" in kwargs:
-            return result
-        scores, place = args[0], self.place()
-        dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
-        rows, tokens = self._call.shape
-        if place is None or dim not in (-1, scores.dim() - 1) or scores.dim() < 2:
-            return result
-        leading = scores.shape[:2] == (rows, tokens) and scores.dim() > 2
-        if not leading and scores.size(0) != rows * tokens:
-            return result
-        key = (self._index, place.path, place.number, self._numbers[place])
-        self._numbers[place] += 1
-        flat, indices = (x.detach().flatten(0, 1) if leading else x.detach() for x in (scores, result[1]))
-        if self._follows is None:
-            self.made[key] = flat, indices
-            return result
-        if key not in self._follows.made:
-            return result
-        return self._following(key, scores, flat, indices, result)
-
-    def _following(self, key: Any, scores: Tensor, flat: Tensor, indices: Tensor, result: Any) -> Any:
-        assert self._follows is not None
-        theirs, chosen = self._local(*self._follows.made[key])
-        if theirs.shape != flat.shape or chosen.shape != indices.shape:
-            return result
-        own, others = flat.gather(-1, indices), flat.gather(-1, chosen)
-        if self._rounding:
-            self._follows.noise[key] = float((flat - theirs).abs().amax())
-            takes = torch.ones_like(chosen[..., :1], dtype=torch.bool)
-        else:
-            limit = self._times * self._follows.noise.get(key, 0.0)
-            takes = own.amin(-1, keepdim=True) - others.amin(-1, keepdim=True) <= limit
-        followed = torch.where(takes, chosen, indices).view(result[1].shape)
-        return type(result)((scores.gather(-1, followed), followed))
-
-    def _local(self, scores: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the tokens inside this call, from those of the whole sequence."""
-        call = self._call
-        assert call is not None
-        if call.sequence is None:
-            return scores, chosen
-        places = call.sequence.layout.positions(call.sequence.rank).to(scores.device).clamp(max=call.seq_len - 1)
-        rows = call.shape[0]
-        if call.rows is not None:  # a token of the rows, of which the whole run may have padded each, that each is
-            batch, seq_len = call.rows.shape
-            width = scores.size(0) // batch
-            tokens = torch.arange(batch, device=places.device)[:, None] * width + torch.arange(seq_len).to(places)
-            found = places.new_zeros(call.seq_len + 1)
-            found[call.rows.to(places)] = tokens
-            return scores[found[places]], chosen[found[places]]
-        scores, chosen = (x.view(rows, -1, *x.shape[1:])[:, places].flatten(0, 1) for x in (scores, chosen))
-        return scores, chosen
 
 
 def _is_recomputing() -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -25,7 +26,6 @@ from ringtile.first_batch.compare import Comparison
 from ringtile.first_batch.own import own_code
 from ringtile.first_batch.proof import prove
 from ringtile.first_batch.quiet import without_checkpoints, without_hooks
-from ringtile.first_batch.run import LossRun, record
 from ringtile.first_batch.state import State
 from ringtile.first_batch.trace import Trace, running_trace
 from ringtile.hf.features import stream
@@ -192,11 +192,19 @@ class FirstBatch:
         loss, batch, is_whole, first, off = self._loss, self._cut(inputs, images), False, "", list[str]()
         optional = [key for key in ("shared_prefix", "stream") if getattr(loss.config, key)]
         keeps = loss.config.reproducible or loss.config.first_batch_check == "require"
+        paths = {module: path for path, module in loss.base.named_modules()}
+        # As ZeRO-3 does after each step: a weight that another module than its own reads, such as a mixer that of its
+        # convolution, is else gathered in each run, which DeepSpeed takes for an error in the order of its weights.
+        small: list[Any] = [weight for weight in model.parameters() if getattr(weight, "ds_persist", False)]
+        if small:
+            small[0].all_gather(small)
         while True:
             num_tokens = _num_tokens(batch, images)
             try:
                 found = prove(
-                    _Run(loss, model, batch, loss_of, state, num_tokens),
+                    functools.partial(self._computed, model, batch, loss_of, num_tokens),
+                    state,
+                    paths,
                     loss.group.process_group,
                     num_tokens=num_tokens,
                     key=(optional or ["stream"])[0],
@@ -224,6 +232,49 @@ class FirstBatch:
             else:
                 stream.switch_off(loss.base)
 
+    @contextlib.contextmanager
+    def _computed(
+        self,
+        model: nn.Module,
+        batch: Mapping[str, Any],
+        loss_of: Callable[[nn.Module, dict[str, Any]], Tensor | None],
+        num_tokens: int,
+        trace: Trace,
+    ) -> Iterator[Tensor | None]:
+        """The loss of a batch, whole or sharded, as `prove` asks for it."""
+        group, failed = self._loss.group, ""
+        copies = {  # that a forward pass may write, without the graph that made them
+            name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in batch.items()
+        }
+        tile_tokens = 0 if trace.whole else max(1, num_tokens // (_TILES * group.size))
+        try:
+            attention = own_attention(self._loss.base) if trace.whole else contextlib.nullcontext()
+            with attention, at_most(tile_tokens), without_dropout(model):
+                yield loss_of(model, copies)
+        except Exception as error:
+            if isinstance(error, RingtileError):
+                raise
+            gathers = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters())
+            if of_a_collective(error):
+                lost = group.failure_of_peer() if trace.whole and gathers else None
+                raise lost or error from error
+            reason = f"{trace.place or 'the model'} fails {{}} ({' '.join(f'{type(error).__name__}: {error}'.split())})"
+            if not trace.whole:
+                raise RefusedError(
+                    f"{reason.format('on a shard of the first batch')}; expected a module that makes no attention mask "
+                    f"of its own, of which a shard has none, and no tensor of the length of the sequence"
+                ) from error
+            alone = f"on the first batch, {reason.format('on this rank, and not on all,')}"
+            if gathers and group.fails_alone(alone, _ALIKE_SECONDS):
+                raise RefusedError(
+                    f"{alone}, where the engine gathers weights on all ranks, which wait for this one; expected the "
+                    f"same on all ranks, or first_batch_check: false"
+                ) from error
+            failed = reason.format("in one process")
+        if trace.whole and group.largest_of_all(int(bool(failed))) != [0]:
+            reason = failed or "the model fails on another rank"
+            raise _UnprovedError(f"the first batch proves nothing: on {num_tokens} of its tokens, {reason}")
+
     def _cut(self, inputs: Mapping[str, Any], images: Set[str]) -> dict[str, Any]:
         if images:
             return dict(inputs)
@@ -243,83 +294,6 @@ class FirstBatch:
             if size is not None and size <= _LARGEST_WINDOW
         ]
         return max([16 * self._loss.group.size, *(size + size // 2 for size in windows)])
-
-
-class _Run:
-    """Runs of a loss on a batch, whole or sharded: what `prove` calls."""
-
-    def __init__(
-        self,
-        loss: ShardedLoss,
-        model: nn.Module,
-        batch: Mapping[str, Any],
-        loss_of: Callable[[nn.Module, dict[str, Any]], Tensor | None],
-        state: State,
-        num_tokens: int,
-    ) -> None:
-        self._loss, self._model, self._batch, self._loss_of = loss, model, batch, loss_of
-        self._state, self._num_tokens = state, num_tokens
-        self._place = ""
-        self._gathers = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in model.parameters())
-        self._paths = {module: path for path, module in loss.base.named_modules()}
-        # As ZeRO-3 does after each step: a weight that another module than its own reads, such as a mixer that of its
-        # convolution, is else gathered in each run, which DeepSpeed takes for an error in the order of its weights.
-        small: list[Any] = [weight for weight in model.parameters() if getattr(weight, "ds_persist", False)]
-        if small:
-            small[0].all_gather(small)
-
-    def __call__(self, whole: bool, *, restores: bool = True, draws: bool = False, **options: Any) -> LossRun:
-        """See `record`. restores: whether it begins where the first run did; draws: but for random numbers."""
-        if restores:
-            self._state.restore(draws=not draws)
-        self._place, found, reason = "", None, ""
-        copies = {  # that a forward pass may write, without the graph that made them
-            name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in self._batch.items()
-        }
-        try:
-            with own_attention(self._loss.base) if whole else contextlib.nullcontext():
-                found = record(
-                    lambda: self._loss_of(self._model, copies),
-                    self._paths,
-                    lambda trace: self._within(trace, whole),
-                    written=self._state.written,
-                    **options,
-                )
-        except Exception as error:
-            if isinstance(error, RingtileError):
-                raise
-            if of_a_collective(error):
-                lost = self._loss.group.failure_of_peer() if whole and self._gathers else None
-                raise lost or error from error
-            reason = f"{self._place or 'the model'} fails"
-            reason += f" {{}} ({' '.join(f'{type(error).__name__}: {error}'.split())})"
-            if not whole:
-                raise RefusedError(
-                    f"{reason.format('on a shard of the first batch')}; expected a module that makes no attention mask "
-                    f"of its own, of which a shard has none, and no tensor of the length of the sequence"
-                ) from error
-            alone = f"on the first batch, {reason.format('on this rank, and not on all,')}"
-            if self._gathers and self._loss.group.fails_alone(alone, _ALIKE_SECONDS):
-                raise RefusedError(
-                    f"{alone}, where the engine gathers weights on all ranks, which wait for this one; expected the "
-                    f"same on all ranks, or first_batch_check: false"
-                ) from error
-        if whole and self._loss.group.largest_of_all(int(found is None)) != [0]:
-            reason = reason.format("in one process") or "the model fails on another rank"
-            raise _UnprovedError(f"the first batch proves nothing: on {self._num_tokens} of its tokens, {reason}")
-        assert found is not None
-        return found
-
-    @contextlib.contextmanager
-    def _within(self, trace: Trace, whole: bool) -> Iterator[None]:
-        trace.whole = whole
-        tile_tokens = 0 if whole else max(1, self._num_tokens // (_TILES * self._loss.group.size))
-        with at_most(tile_tokens), without_dropout(self._model):
-            try:
-                yield
-            except BaseException:
-                self._place = trace.place
-                raise
 
 
 def _of_hooks(names: list[str]) -> str:

@@ -17,7 +17,6 @@ from ringtile.first_batch.compare import Comparison
 from ringtile.first_batch.own import own_code
 from ringtile.first_batch.proof import prove
 from ringtile.first_batch.quiet import without_checkpoints, without_hooks
-from ringtile.first_batch.run import LossRun, record
 from ringtile.first_batch.state import State
 from ringtile.first_batch.trace import ModelCall, Trace
 from ringtile.sequence.layout import Layout
@@ -56,16 +55,12 @@ class FirstBlock:
         paths = {module: path for path, module in model.named_modules()}
 
         @contextlib.contextmanager
-        def within(whole: bool, trace: Trace) -> Iterator[None]:
-            used = alone if whole else sharded
+        def computed(trace: Trace) -> Iterator[Tensor]:
+            used = alone if trace.whole else sharded
             with used.in_place(self.buffers, self.dims):
-                trace.begin(ModelCall((rows, used.sequence.local_len), None if whole else sharded.sequence, seq_len))
-                yield
-
-        def run(whole: bool, *, restores: bool = True, draws: bool = False, **options: Any) -> LossRun:
-            if restores:
-                state.restore(draws=not draws)
-            return record(loss, paths, lambda trace: within(whole, trace), written=state.written, **options)
+                sequence = None if trace.whole else sharded.sequence
+                trace.begin(ModelCall((rows, used.sequence.local_len), sequence, seq_len))
+                yield loss()
 
         full = [buffer.detach() for buffer in self.buffers]
         with without_checkpoints(model), without_hooks(model), torch.compiler.set_stance("force_eager"):
@@ -78,7 +73,7 @@ class FirstBlock:
             try:
                 for buffer, dim in zip(self.buffers, self.dims, strict=True):
                     set_content(buffer, buffer.detach().narrow(dim, 0, seq_len).contiguous())
-                found = prove(run, plan.group, averages=averages, num_tokens=rows * seq_len)
+                found = prove(computed, state, paths, plan.group, averages=averages, num_tokens=rows * seq_len)
             finally:
                 for buffer, content in zip(self.buffers, full, strict=True):
                     set_content(buffer, content)
