@@ -153,8 +153,11 @@ def attention_forward(
     keep.called_by(module)
     query = _scaled(module, query, None if batch is None else batch.places)
     key, value, expand = latents_of(module, key, value)
-    query, key, value = (as_autocast(x) for x in (query, key, value))
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # as for scaled_dot_product_attention: RoPE widens queries and keys
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     more: dict[str, Any] = {"expand": expand} if chunk is None else {}
     is_reproducible = batch is not None and batch.chunk_tokens is not None
     if is_reproducible and sequence.world_size > k.size(2):
@@ -242,12 +245,6 @@ def _sequence_of(
     return cast("ShardedSequence", getattr(attention_mask, _PACKED))
 
 
-def as_autocast(x: Tensor) -> Tensor:
-    """Casts as autocast does for scaled_dot_product_attention: RoPE returns queries and keys wider than values."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
-
-
 def attention_mask(**kwargs: Any) -> Tensor | None:
     """The mask of a batch that is not sharded, as transformers' own attention expects it; before a language model that
     will shard its batch, an empty one with the intervals."""
@@ -314,8 +311,10 @@ def _scaled(module: nn.Module, query: Tensor, places: Tensor | None) -> Tensor:
 
     places (N,): of the tokens in their row, of which a chunk has a part; None: they are those of whole rows.
     """
+    if not getattr(module, "ringtile_temperature", False):
+        return query
     chunk = running_chunk()
-    if not getattr(module, "ringtile_temperature", False) or (chunk is None and places is None):
+    if chunk is None and places is None:
         return query
     if chunk is not None:
         tokens = chunk.tokens

@@ -67,7 +67,7 @@ class ShardedBatch:
     max_position: int  # the largest global position id
     num_targets: Tensor | None  # int64 (): targets in the global batch; None without labels
     places: Tensor  # int64 (N,): of the local tokens, in the row
-    chunks_count: Tensor | None = None  # int64 (B or 1, P), on the host: by which chunks are counted; None: places
+    count_chunks: Callable[[], Tensor] | None = None  # int64 (B or 1, S), on the host: by what chunks are; None: places
     chunk_tokens: int | None = None  # of which shards are whole chunks, so that bits are those of any number of ranks
     position_ids: Tensor | None = None  # (B, N)
     token_weights: Tensor | None = None  # (B, N): the local attention mask; 1 without one, 0 for the layout's padding
@@ -98,7 +98,10 @@ class ShardedBatch:
                 "of tokens: set shared_prefix: false"
             )
         if layer.chunk not in self._chunked:
-            chunks = IntervalMask.chunked(self.sequence.seq_len, layer.chunk, counted=self.chunks_count)
+            padding, counted = self.sequence.seq_len - self.seq_len, None
+            if self.count_chunks is not None:
+                counted = torch.nn.functional.pad(self.count_chunks(), (0, padding))
+            chunks = IntervalMask.chunked(self.sequence.seq_len, layer.chunk, counted=counted)
             self._chunked[layer.chunk] = self.sequence & chunks
         return self._chunked[layer.chunk]
 

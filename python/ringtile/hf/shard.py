@@ -9,6 +9,7 @@ Shape letters: B batch, S global tokens, P padded global tokens, N local tokens,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -217,7 +218,9 @@ def shard_batch(
         max_position=seq_len - 1 if counted is None else int(counted.max()),
         num_targets=per_token[targets].ne(IGNORE_INDEX).sum() if targets in per_token else None,
         places=to_device(sequence.layout.positions(sequence.rank), main.device),
-        chunks_count=functional.pad(chunks_count(on_host, seq_len, reading.positions_separate), (0, padding)),
+        count_chunks=functools.partial(
+            chunks_count, {name: on_host.get(name) for name in DOCUMENTS}, seq_len, reading.positions_separate
+        ),
         chunk_tokens=chunk_tokens,
         rows=rows,
         documents=documents,
@@ -226,10 +229,12 @@ def shard_batch(
     for layer in reading.layers:
         batch.narrowed(layer)
     local = {name: value for name, value in inputs.items() if name not in _GLOBAL}
-    last = _last_tokens(on_host.get("attention_mask"), batch_size, seq_len)
+    last = _last_tokens(on_host.get("attention_mask"), batch_size, seq_len) if padding else None
     for name, tensor in per_token.items():
         dim = tensor.dim() - 1 if name == "position_ids" else 1
-        local[name] = sequence.shard(_padded(tensor, dim, padding, PADDING.get(name, IGNORE_INDEX), last), dim=dim)
+        if last is not None:
+            tensor = _padded(tensor, dim, padding, PADDING.get(name, IGNORE_INDEX), last)
+        local[name] = sequence.shard(tensor, dim=dim)
     if "attention_mask" not in per_token:
         local["attention_mask"] = (batch.places < seq_len).long().expand(batch_size, -1)
     batch.token_weights, batch.position_ids = local["attention_mask"], local["position_ids"]
@@ -258,8 +263,6 @@ def _last_tokens(attention_mask: Tensor | None, batch_size: int, seq_len: int) -
 
 def _padded(x: Tensor, dim: int, padding: int, value: int | str, last: Tensor) -> Tensor:
     """x (..., B, S, ...) with more tokens at its end. dim: that of S. value: theirs; LAST: that of the row's last."""
-    if padding == 0:
-        return x
     if isinstance(value, int):
         return functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, padding), value=value)
     rows = x.movedim((dim - 1, dim), (0, 1))
