@@ -195,6 +195,47 @@ def test_fsdp_that_would_be_ignored_is_refused(tmp_path: pathlib.Path) -> None:
     assert first.startswith("accelerate shards no weights on a CPU: run this on GPUs")
 
 
+# ---- evaluation at length -------------------------------------------------------------------------
+
+
+def _evaluated(folder: pathlib.Path) -> list[float]:
+    enter_world()
+    with mock.patch.object(sys, "path", [*sys.path]), mock.patch.object(sys, "argv", ["evaluate_long.py"]):
+        numbers: list[float] = runpy.run_path(str(folder / "evaluate_long.py"))["main"]()
+    sys.modules.pop("tiny_model", None)
+    return numbers
+
+
+def _evaluated_plainly(folder: pathlib.Path) -> list[float]:
+    """The same numbers from whole logits in float64, on one rank."""
+    names = runpy.run_path(str(folder / "evaluate_long.py"))
+    model, tokenizer = tiny_model().double(), tiny_tokenizer()
+    texts = ((folder / "evaluate_long.py").read_text(), names["NEEDLE"], names["QUESTION"], names["ANSWER"])
+    text, needle, question, answer = (tokenizer(part).input_ids for part in texts)
+
+    def log_probs(row: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            logits = model(input_ids=row).logits[0, :-1]
+        return logits.log_softmax(-1).gather(1, row[0, 1:, None])[:, 0]
+
+    def end_of(depth: float) -> float:
+        row = names["row_of"](text, needle, question + answer, 1024, depth)
+        assert tokenizer.decode(row[0]).count(names["NEEDLE"]) == 1 + texts[0].count(names["NEEDLE"])
+        return float(log_probs(row)[-len(answer) :].sum())
+
+    losses = -log_probs(names["row_of"](text, [], [], 1024, 0.0))
+    means = [float(losses[begin:end].mean()) for begin, end in ((0, 256), (256, 512), (512, 1023))]
+    return [*means, *map(end_of, names["DEPTHS"])]
+
+
+def test_evaluation_over_two_ranks_has_the_numbers_of_whole_logits(tmp_path: pathlib.Path) -> None:
+    for name in ("evaluate_long.py", "tiny_model.py"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    expected = _evaluated_plainly(tmp_path)
+    for numbers in run_ranks(2, _evaluated, tmp_path):
+        assert numbers == pytest.approx(expected, rel=TOLERANCE)
+
+
 # ---- the launch files -----------------------------------------------------------------------------
 
 
