@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hf_models import tiny_model
 from hf_training import make_trainer, run_new_ranks
 from ringtile.hf.trainer import enable, first_batch_of
 from ringtile.precision import float32_rounding
@@ -44,7 +45,8 @@ def _trainings():
         choose()
         assert float32_rounding(torch.device("cpu")) == unit
         compiled = {"torch_compile": True, "torch_compile_backend": "eager"} if unit == TF32 else {}
-        trainer = make_trainer(max_steps=1, **compiled)
+        model = tiny_model(num_hidden_layers=1).train()  # and one batch: compiling takes longer than all else
+        trainer = make_trainer(model=model, max_steps=1, gradient_accumulation_steps=1, **compiled)
         enable(trainer, {"context_parallel_size": 2, "first_batch_check": True})
         trainer.train()
         found.append((trainer.state.log_history[0]["loss"], first_batch_of(trainer).noise, unit))
