@@ -238,7 +238,8 @@ class _Batches(Dataset[dict[str, Tensor]]):
         return len(self.batches)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return dict(self.batches[i])
+        # Copies: torch's context_parallel shards buffers in place, and on a CPU a batch is not copied to a device.
+        return {name: x.clone() for name, x in self.batches[i].items()}
 
 
 def train(case: TrainingCase, name: str) -> dict[str, Any]:
