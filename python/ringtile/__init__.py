@@ -52,7 +52,7 @@ _LAZY = {
     "enable": "hf.trainer",
     "flex_attention": "torch_context_parallel.flex",
     "gated_delta_rule": "recurrent.functions",
-    "Latents": "latents",
+    "Latents": "attn.latents",
     "Plan": "planner.layer",
     "offload_activations": "hf.features.offload",
     "real_tokens": "hf.written",
@@ -69,6 +69,7 @@ _LAZY = {
     "tiled_mlp": "tiled.mlp",
 }
 if TYPE_CHECKING:
+    from ringtile.attn.latents import Latents
     from ringtile.config import Config
     from ringtile.hf.features.callbacks import CollectGarbageCallback
     from ringtile.hf.features.mlp import tile_mlps
@@ -77,7 +78,6 @@ if TYPE_CHECKING:
     from ringtile.hf.features.stream import stream_layers
     from ringtile.hf.trainer import enable, restore
     from ringtile.hf.written import real_tokens
-    from ringtile.latents import Latents
     from ringtile.planner.layer import Plan, plan_attention
     from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
     from ringtile.rl import sequence_log_probs

@@ -22,6 +22,22 @@ def check_tensor(name: str, x: object) -> None:
     check_storage(name, x)
 
 
+def check_whole(**tensors: Any) -> None:
+    """Check each as `check_tensor` does, at once those that are all of a storage of their own."""
+    for name, x in tensors.items():
+        if (
+            type(x) not in _PLAIN
+            or is_functorch_wrapped_tensor(x)
+            or x.is_nested
+            or x.is_quantized
+            or x.layout is not torch.strided
+            or not x.is_contiguous()
+            or x.storage_offset() != 0
+            or x.untyped_storage().nbytes() < x.nbytes
+        ):
+            check_tensor(name, x)
+
+
 def check_storage(name: str, x: Tensor) -> None:
     """InputError for a tensor without strides, or with a storage smaller than shape and strides say, as FSDP leaves."""
     if is_compiling():

@@ -11,8 +11,10 @@ import os
 import pytest
 import torch
 from attention_calls import Problem, problem
+from oracle import dense_gradients
 from pool import run_program
 from ringtile import InputError, IntervalMask, attention, ops
+from strategies import dense
 from torch import Tensor
 
 
@@ -30,6 +32,48 @@ def test_is_causal_says_a_mask() -> None:
     for given in ({}, {"mask": IntervalMask.causal(9), "is_causal": False}):
         with pytest.raises(InputError, match="expected one of them"):
             attention(*p[:3], **given)
+
+
+@pytest.mark.parametrize("num_queries", [1, 5, 23])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        IntervalMask.full(24),
+        IntervalMask.causal(24),
+        IntervalMask.sliding_window(24, 7),
+        IntervalMask.documents([[9, 15]]),
+        IntervalMask.tree([-1, 0, 1, 0], [4, 5, 7, 8]),
+    ],
+)
+def test_fewer_queries_than_keys_are_those_of_the_last_tokens(mask: IntervalMask, num_queries: int) -> None:
+    """As in decoding, against the definition in float64; twice, as a plan is kept by all queries too."""
+    p, last = problem(2, 24, 4, 2, 16, v_head_dim=8), slice(24 - num_queries, 24)
+    attention(p.q, p.k, p.v, mask=mask)
+    q, k, v = leaves = [x.detach().requires_grad_() for x in (p.q[:, last], p.k, p.v)]
+    expected = dense_gradients(q, k, v, dense(mask)[:, last], p.dout[:, last], p.dlse[..., last])
+    for _ in range(2):
+        out, lse = attention(q, k, v, mask=mask, return_lse=True)
+        gradients = torch.autograd.grad((out, lse), leaves, (p.dout[:, last], p.dlse[..., last]))
+        for one, other in zip((out, lse, *gradients), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_cross_attention_is_full_and_errors_speak_of_q_and_mask() -> None:
+    p = problem(1, 9, 2, 1, 8)
+    q = p.q[:, :4]
+    torch.testing.assert_close(
+        attention(q, p.k, p.v, is_causal=False), attention(*p[:3], is_causal=False)[:, :4], rtol=0, atol=1e-14
+    )
+    for given, message in (
+        ((q, p.k, p.v, {"is_causal": True}), r"q has 4 tokens and k has 9, .*IntervalMask.causal\(9\)"),
+        ((p.q, q[:, :, :1], q[:, :, :1], {"is_causal": False}), "q has 9 tokens, k has 4 and the mask 4; expected a"),
+        ((q, p.k, p.v, {"mask": IntervalMask.causal(4)}), "q has 4 tokens, k has 9 and the mask 4; expected a mask of"),
+        ((p.q[0], p.k, p.v, {"is_causal": True}), "q has shape .*expected 4 dimensions"),
+    ):
+        *tensors, options = given
+        with pytest.raises(InputError, match=message) as caught:
+            attention(*tensors, **options)
+        assert "rank" not in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -46,7 +46,7 @@ def calls_of_a_ring(world_size: int) -> tuple[Counter[str], Counter[str]]:
                 final = Final(out, out, lse, None)
                 _ = final.delta
                 with Calls() as backward:
-                    ring.backward(call, final, q, k, v)
+                    ring.backward(call, final, q, k, v, torch.zeros_like(q, dtype=torch.float32))
         return forward.num, backward.num
 
     return LoopbackWorld(world_size).run(on_rank)[0]

@@ -182,8 +182,8 @@ MUTANTS = [
     Mutant(
         "sequence: a call like one before is not looked at where the mask was written to",
         "python/ringtile/attn/call.py",
-        "if key is not None and sequence.is_unchanged() else None",
-        "if key is not None else None",
+        "is not None and sequence.is_unchanged():",
+        "is not None:",
         "tests/sequence/test_sharded.py",
     ),
     Mutant(
@@ -303,8 +303,8 @@ MUTANTS = [
     Mutant(
         "attention: who computes a block without a gradient of lse is remembered for blocks with one",
         "python/ringtile/attn/choose.py",
-        "return takes_dlse, backward, ",
-        "return False, backward, ",
+        "key = round, True, takes_dlse, ",
+        "key = round, True, False, ",
         "tests/attn/test_ring_host.py",
     ),
     Mutant(

@@ -16,8 +16,8 @@ MUTANTS = [
     Mutant(
         "peers: a ring's backward reads the keys of another round",
         "python/ringtile/attn/ring.py",
-        "choose.backward(call, round, q, block_k, block_v, final, grads)",
-        "choose.backward(call, round, q, block_k, block_k if planned.index else block_v, final, grads)",
+        "add(call, round, q, block_k, block_v, final, grads)",
+        "add(call, round, q, block_k, block_k if planned.index else block_v, final, grads)",
         "tests/attn/test_attention_table.py -k cells",
         source="huggingface/diffusers#14265",
         case="causal",
@@ -198,8 +198,8 @@ MUTANTS = [
     Mutant(
         "peers: attention stays on a rank's own keys",
         "python/ringtile/attn/ring.py",
-        "        choose.forward(call, round, q, block_k, block_v, state)\n",
-        "        if round is rounds[0]:\n            choose.forward(call, round, q, block_k, block_v, state)\n",
+        "        merge(call, round, q, block_k, block_v, state)\n",
+        "        if round is rounds[0]:\n            merge(call, round, q, block_k, block_v, state)\n",
         "tests/attn/test_attention_table.py -k cells",
         source="axolotl-ai-cloud/axolotl#3928",
         case="causal",

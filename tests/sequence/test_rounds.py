@@ -40,7 +40,7 @@ class FakeGpu:
     def mask_of(self, sequence: ShardedSequence) -> tuple[Tensor, Tensor]:
         assert sequence.ring  # made of real tensors
         with self.mode:
-            begin, end = sequence.rounds_on(GPU)[0].queries.bounds_there()
+            begin, end = sequence.rounds_on(GPU)[0].queries.bounds.read()
             return begin, end
 
 

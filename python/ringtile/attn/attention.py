@@ -20,7 +20,6 @@ from ringtile import arguments, derivatives, keep, ops
 from ringtile.attn import ring, ulysses
 from ringtile.attn.call import AttentionDropout, AttentionKernel, Call, check_options, check_tensors
 from ringtile.errors import InputError, shown
-from ringtile.latents import Latents
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence, check_given, tell_others
@@ -29,6 +28,8 @@ from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
+
+    from ringtile.attn.latents import Latents
 
 
 def ring_attention(
@@ -87,9 +88,13 @@ def ring_attention(
             tensors = sequence or SequenceTensors.of(*parts)
             out, lse = attend_through_op(q, k, v, tensors, scale, softcap, attention_kernel, sinks, dropout)
         else:  # dispatching a Python op costs more than a small block
-            options = scale, softcap, attention_kernel, sinks, dropout, return_lse, expand
-            call = Call.of(sequence or ShardedSequence.of(*parts), q, k, v, *options)
-            out, lse = _attend(call, q, k, v, sinks)
+            options = scale, softcap, attention_kernel, sinks, dropout, return_lse
+            tokens = sequence or ShardedSequence.of(*parts)
+            if expand is None:
+                call = Call.of(tokens, q, k, v, *options)
+            else:
+                call, k, v = expand.call(tokens, q, k, v, *options)
+            return _attend(call, q, k, v, sinks, return_lse)
     except Exception as error:
         if not is_traced(q):
             tell_others("ring_attention", error, sequence, layout, group)
@@ -110,26 +115,48 @@ def attention(
     dropout: AttentionDropout | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Compute attention of q (B, S, H, D), k (B, S, G, D), v (B, S, G, Dv) on one rank: `ring_attention` with N = S.
+    """Compute attention of q (B, N, H, D), k (B, S, G, D), v (B, S, G, Dv) on one rank: softmax(scale q k^T, masked) v.
 
     Tokens come before heads, unlike in `scaled_dot_product_attention`: where S and H fit both, a swap goes unnoticed.
-    mask, or is_causal (causal, else full): one of the two is required. Other arguments and errors: `ring_attention`.
+    mask, of the S keys, or is_causal (causal, else full): one of the two is required. Fewer queries than keys are those
+    of the mask's last N tokens, as in decoding. Other arguments, results and errors: `ring_attention`.
     """
     if (mask is None) == (is_causal is None):
         raise InputError(
             f"mask is {shown(mask)} and is_causal {shown(is_causal)}; expected one of them, such as is_causal=True"
         )
-    arguments.check_tensor("q", q)
     if mask is not None:
         check_types(mask)
-    seq_len = q.shape[1] if q.dim() > 1 else 1
-    given: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
+    if not isinstance(q, Tensor) or not isinstance(k, Tensor):
+        arguments.check_tensor("q", q)
+        arguments.check_tensor("k", k)
+    options: Any = scale, softcap, "auto", sinks, dropout, return_lse
     if torch.compiler.is_compiling() or not is_plain(q):  # what traces makes no mask or layout
-        given["sequence"] = SequenceTensors.of_one_rank(seq_len, mask, bool(is_causal))
-    else:
-        given["mask"] = mask = mask or IntervalMask.whole(seq_len, bool(is_causal))
-        given["layout"] = _one_rank(mask.seq_len)
-    return ring_attention(q, k, v, return_lse=return_lse, **given)
+        given: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
+        tensors: Any = SequenceTensors.of_one_rank(q.shape[1] if q.dim() > 1 else 1, mask, bool(is_causal))
+        return ring_attention(q, k, v, tensors, return_lse=return_lse, **given)
+    mask = _mask_of(q, k, mask, bool(is_causal))
+    sequence = ShardedSequence.of(mask, _one_rank(mask.seq_len))
+    return _attend(Call.of(sequence, q, k, v, *options, of_last=True), q, k, v, sinks, return_lse)
+
+
+def _mask_of(q: Tensor, k: Tensor, mask: IntervalMask | None, is_causal: bool) -> IntervalMask:
+    """Return the mask of k's tokens, the last of which are q's. InputError: it is another's."""
+    if q.dim() != 4 or k.dim() != 4:  # which a call refuses
+        return mask or IntervalMask.whole(1, is_causal)
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    if is_causal and num_queries < num_keys:
+        raise InputError(
+            f"q has {num_queries} tokens and k has {num_keys}, and is_causal does not say which of them are q's; pass "
+            f"mask=IntervalMask.causal({num_keys}), under which q's are the last"
+        )
+    mask = mask or IntervalMask.whole(num_keys, is_causal)
+    if num_queries > num_keys or mask.seq_len != num_keys:
+        raise InputError(
+            f"q has {num_queries} tokens, k has {num_keys} and the mask {mask.seq_len}; expected a mask of k's tokens, "
+            f"and q of all of them or of the last"
+        )
+    return mask
 
 
 @functools.lru_cache(maxsize=64)
@@ -137,18 +164,16 @@ def _one_rank(seq_len: int) -> Layout:
     return Layout.contiguous(seq_len, 1)
 
 
-def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return out of q's dtype, and lse in float64. sinks: as the caller gave them, maybe with a graph."""
-    weights: tuple[Tensor, ...] = ()
-    if call.expand is not None:
-        call, k, v = call.heads_or_latents(q, k, v)
-        weights = () if call.expand is None else call.expand.weights
+def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool) -> Any:
+    """Return out, with return_lse (out, lse). sinks: as the caller gave them, maybe with a graph."""
+    weights = () if call.blocks is None else call.blocks.weights
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad) or weights
     ):
         out, lse = RingAttention.apply(q, k, v, sinks, call, *weights)  # type: ignore[no-untyped-call]
-        return out, lse
-    return forward(call, q, k, v)[:2]
+    else:
+        out, lse, *_ = forward(call, q, k, v)
+    return (out, lse.to(ops.state_dtype(q.dtype))) if return_lse else out
 
 
 def is_plain(q: Tensor) -> bool:
@@ -170,6 +195,13 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
     It is where ranks share heads and a checkpointed layer keeps (out, lse): those are of the local tokens too.
     """
+    if keep.is_inside():
+        return _kept_forward(call, q, k, v)
+    return *ulysses.forward(call, q, k, v), call.transport.num_calls, False
+
+
+def _kept_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, ulysses.Saved, int, bool]:
+    """Do `forward` in a checkpointed layer, which keeps (out, lse)."""
     heads, slot = call.ring.heads, _slot(call)
     if slot is not None and (kept := slot.take()) is not None:
         (out, lse), number = kept
@@ -184,8 +216,6 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 def _slot(call: Call) -> keep.Slot | None:
     """Return where a checkpointed layer keeps (out, lse) of this call."""
-    if not keep.is_inside():
-        return None
     shape, drop = call.shape, call.dropout
     draws = drop and (drop.probability, drop.seed, drop.step, drop.stream)
     about = shape, call.attention_kernel, call.returns_lse, draws
@@ -215,13 +245,14 @@ class RingAttention(torch.autograd.Function):
             sinks, _, *kept = saved = ctx.saved_tensors
             kept, weights = kept[:5], kept[5:]
             call: Call = ctx.call
-            again = None if call.expand is None else call.expand.again(weights)
+            if call.blocks is not None:
+                call = call.but(blocks=call.blocks.again(weights))
 
             def compute() -> tuple[Tensor | None, ...]:
                 of_sinks = sinks if ctx.needs_input_grad[3] else None
                 of_call = ulysses.Saved(*kept), dout, dlse, of_sinks, ctx.number
-                gradients = ulysses.backward(call, *of_call, is_local=ctx.is_local, again=again)
-                return *gradients, *(() if again is None else again.weight_gradients())
+                gradients = ulysses.backward(call, *of_call, is_local=ctx.is_local)
+                return *gradients, *(() if call.blocks is None else call.blocks.weight_gradients())
 
             gradients = derivatives.gradients(
                 "ring_attention", compute, dout, dlse, *saved, propagate_errors=transport.propagate_errors

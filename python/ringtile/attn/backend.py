@@ -114,30 +114,29 @@ class Ringtile:
         return f"is not in use here: {reason}" if reason else ""
 
     def forward(self, block: Block, state: Running) -> None:
-        q, k, v, round, scale, softcap, *_ = block
-        begin, end = round.queries.bounds_there()
+        q, k, v, round, scale, softcap, dropout = block
+        begin, end = round.queries.bounds.read()
         given = q, k, v, begin, end, round.k_runs, state.out, state.lse, scale, softcap, state.fresh
-        ops.attn_fwd_(*given, **_options(block, rounded_out=state.rounded))
+        options = {} if dropout is None and not round.key_bounds else _options(block)
+        ops.attn_fwd_(*given, **options, rounded_out=state.rounded)
 
     def backward(self, block: Block, final: Final, grads: Gradients) -> None:
-        q, k, v, round, scale, softcap, *_ = block
-        begin, end = round.queries.bounds_there()
+        q, k, v, round, scale, softcap, dropout = block
+        begin, end = round.queries.bounds.read()
         given = q, k, v, begin, end, round.k_runs, final.dout, final.lse, final.delta, *grads[:3]
+        options = {} if dropout is None and not round.key_bounds else _options(block)
         dk, dv = grads.rounded or (None, None)
-        ops.attn_bwd_(*given, scale, softcap, grads.fresh, **_options(block, rounded_dk=dk, rounded_dv=dv))
+        ops.attn_bwd_(*given, scale, softcap, grads.fresh, **options, rounded_dk=dk, rounded_dv=dv)
 
 
-def _options(block: Block, **rounded: Tensor | None) -> dict[str, Any]:
+def _options(block: Block) -> dict[str, Any]:
     """Return what most blocks do without, by name."""
-    options: dict[str, Any] = {name: x for name, x in rounded.items() if x is not None}
-    drop, of_keys = block.dropout, block.round.key_bounds_there()
-    if drop is not None:
+    options: dict[str, Any] = {"positions": block.round.queries.positions_there()}
+    if (drop := block.dropout) is not None:
         options |= {"dropout": drop.probability, "seed": drop.seed, "step": drop.step, "stream": drop.stream}
         options["rows"] = drop.rows
-    if of_keys:
-        options["key_begin"], options["key_end"] = of_keys
-    if drop is not None or of_keys:
-        options["positions"] = block.round.queries.positions_there()
+    if block.round.key_bounds:
+        options["key_begin"], options["key_end"] = block.round.key_bounds_there()
     return options
 
 

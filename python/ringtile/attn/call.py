@@ -6,9 +6,9 @@ What the core checks after it (csrc/attn/check.c) is only that memory is safe to
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
-from ringtile.latents import ExpandAgain, Latents, tried
 from ringtile.scheme import Share
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.rounds import Round
@@ -26,7 +25,7 @@ from ringtile.transport.transport import Transport
 
 AttentionKernel = Literal["auto", "ringtile", "aten"]
 ATTENTION_KERNELS = ("auto", "ringtile", "aten")
-_SCALES = (float, type(None))
+_PLAIN = ((float, float, str), (type(None), float, str))  # types of options that do not change
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +65,22 @@ class AttentionDropout:
         return replace(self, rows=self.rows + (heads.start << 20)) if heads.start else self
 
 
+class Blocks(Protocol):
+    """Computes blocks of keys in place of choose.py: of others that it makes of them, or in parts."""
+
+    weights: tuple[Tensor, ...]  # by which it is differentiated too
+
+    def forward(self, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, state: Any) -> None: ...
+
+    def backward(self, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, final: Any, grads: Any) -> None: ...
+
+    def again(self, weights: Sequence[Tensor]) -> Any:
+        """Return what computes the blocks of a backward, with the weights as they were saved."""
+
+    def weight_gradients(self) -> Sequence[Tensor | None]:
+        """Return the gradients of the weights after the last block."""
+
+
 @dataclass(eq=False)
 class Call:
     """Calls of one kind: all but the numbers in their tensors. Made once for each sequence, shape and options (`of`),
@@ -89,7 +104,7 @@ class Call:
     # Of one call:
     sinks: Tensor | None = None  # (H) of the state dtype, without a graph
     dropout: AttentionDropout | None = None  # None where its probability is 0
-    expand: Latents | None = None  # where k and v are latents; shape is that of what it makes of them
+    blocks: Blocks | None = None  # who computes blocks in place of choose.py
 
     @classmethod
     def of(
@@ -104,7 +119,6 @@ class Call:
         sinks: Tensor | None = None,
         dropout: AttentionDropout | None = None,
         returns_lse: bool = True,
-        expand: Latents | None = None,
         *,
         of_last: bool = False,
     ) -> Call:
@@ -113,34 +127,21 @@ class Call:
         Raise InputError where the arguments do not fit each other, the kernels or the sequence, RefusedError for what
         no call takes. Of a call that is like an earlier one in all but its numbers, only memory is checked.
         """
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            arguments.check_tensor(name, x)
+        arguments.check_whole(q=q, k=k, v=v)
         derivatives.check_once("ring_attention", q, k, v)
         key: Hashable = None
-        is_plain = sinks is None and dropout is None and expand is None
-        if is_plain and type(softcap) is float and type(attention_kernel) is str and type(scale) in _SCALES:
+        if sinks is None and dropout is None and (type(scale), type(softcap), type(attention_kernel)) in _PLAIN:
             key = (
                 *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
                 *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
                 *(scale, softcap, attention_kernel, returns_lse, of_last),
             )
             if (call := sequence.calls.get(key)) is not None and sequence.is_unchanged():
-                return call
-        scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
-        keys = (k, v) if expand is None else unwritten_keys(q, expand.num_kv_heads, expand.v_head_dim)
-        shape = check_tensors(q, *keys, scale, softcap, sinks, None if dropout is None else dropout.rows)
-        if expand is not None:
-            shape = with_latents(shape, q, k, v)
-        sequence.check_call("q", q)
-        num_queries, num_keys = q.shape[1], k.shape[1]
-        if num_keys != sequence.local_len or not (num_queries == num_keys or (of_last and num_queries < num_keys)):
-            raise InputError(
-                f"q has {num_queries} tokens, k and v have {num_keys}; the layout gives rank {sequence.rank} "
-                f"{sequence.local_len} of {sequence.seq_len} tokens"
-            )
-        sequence.transport.check_device(q.device)
-        options = scale, softcap, attention_kernel, sinks, dropout, returns_lse, expand
-        call = cls.kept(sequence, shape, q.device, *options, of_last=num_queries if num_queries < num_keys else None)
+                return call  # type: ignore[no-any-return]
+        options = attention_kernel, sinks, dropout
+        shape, scale, softcap = check(sequence, q, k, v, scale, softcap, *options, of_last=of_last)
+        num_last = q.shape[1] if q.shape[1] < k.shape[1] else None
+        call = cls.kept(sequence, shape, q.device, scale, softcap, *options, returns_lse, of_last=num_last)
         if key is not None:
             sequence.remember_call(key, call)
         return call
@@ -157,7 +158,6 @@ class Call:
         sinks: Tensor | None = None,
         dropout: AttentionDropout | None = None,
         returns_lse: bool = True,
-        expand: Latents | None = None,
         *,
         of_last: int | None = None,
     ) -> Call:
@@ -187,10 +187,10 @@ class Call:
             about = shape, scale, softcap, attention_kernel, returns_lse, ring, device, shares, sequence.local_len
             call = cls(*about, longest, sequence.group_name, fields, sequence.weak_transport, of_last)
             sequence.remember_call(kind, call)
-        if sinks is None and drop is None and expand is None:
+        if sinks is None and drop is None:
             return call
         sinks = None if sinks is None else sinks.detach().to(ops.state_dtype(shape.dtype))
-        return call.but(sinks=sinks, dropout=drop, expand=expand)
+        return call.but(sinks=sinks, dropout=drop)
 
     def but(self, **changes: Any) -> Call:
         """Return the call with some fields changed."""
@@ -207,7 +207,7 @@ class Call:
     @property
     def transport(self) -> Transport:
         """Return this rank's end of the group. InputError: the group is gone."""
-        return living(self.group)
+        return self.group() or living(self.group)
 
     def terms(self) -> dict[str, HeaderValue]:
         """Return the fields that all ranks must have alike."""
@@ -222,36 +222,37 @@ class Call:
             fields = {**fields, "dropout": drop.probability, "dropout seed": drop.seed, "dropout stream": drop.stream}
         return fields
 
-    def heads_or_latents(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, Tensor, Tensor]:
-        """Return the call, and k and v, as they travel in its scheme: latents in a ring alone, if they are less."""
-        if self.expand is None or (self.shape.latent_dim and len(self.ring.ranks) > 1 and self.ring.heads is None):
-            if self.expand is not None and self.expand.module not in tried:  # before any key is sent
-                with torch.no_grad():
-                    self.keys_of(q[:, :1], k[:, :1], v[:, :1], self.expand)
-                tried.add(self.expand.module)
-            return self, k, v
-        keys = self.keys_of(q, k, v, self.expand)
-        return self.but(shape=self.shape._replace(latent_dim=0), expand=None), *keys
-
-    def keys_of(self, q: Tensor, k: Tensor, v: Tensor, expand: Latents | ExpandAgain | None) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a block: itself, or what expand makes of it. InputError: it makes others."""
-        if expand is None:
-            return k, v
-        if (num_tokens := k.size(1)) == 0:  # which modules need not take
-            return unwritten_keys(q, self.shape.num_kv_heads, self.shape.v_head_dim, 0)
-        k, v = expand(k, v)
-        made = check_tensors(q, k, v, self.scale, self.softcap)
-        if made != self.shape._replace(latent_dim=0) or k.size(1) != num_tokens:
-            raise InputError(
-                f"expand made k {tuple(k.shape)} and v {tuple(v.shape)} of {num_tokens} tokens; expected of each "
-                f"{self.shape.num_kv_heads} heads of head dims {self.shape.head_dim} and {self.shape.v_head_dim}"
-            )
-        return k, v
-
     def of_heads(self, heads: range) -> Call:
         """Return the call for some of the query heads."""
         sinks = None if self.sinks is None else self.sinks[heads.start : heads.stop]
         return self.but(sinks=sinks, dropout=self.dropout and self.dropout.of_heads(heads))
+
+
+def check(
+    sequence: ShardedSequence,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    softcap: float,
+    attention_kernel: str,
+    sinks: Tensor | None,
+    dropout: AttentionDropout | None,
+    *,
+    of_last: bool = False,
+) -> tuple[Shape, float, float]:
+    """Return shape, scale and softcap of a call. InputError, RefusedError: as of `Call.of`."""
+    scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
+    shape = check_tensors(q, k, v, scale, softcap, sinks, None if dropout is None else dropout.rows)
+    sequence.check_call("q", q)
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    if num_keys != sequence.local_len or not (num_queries == num_keys or (of_last and num_queries < num_keys)):
+        raise InputError(
+            f"q has {num_queries} tokens, k and v have {num_keys}; the layout gives rank {sequence.rank} "
+            f"{sequence.local_len} of {sequence.seq_len} tokens"
+        )
+    sequence.transport.check_device(q.device)
+    return shape, scale, softcap
 
 
 def check_options(
@@ -282,21 +283,6 @@ def unwritten_keys(q: Tensor, num_kv_heads: int, v_head_dim: int, num_tokens: in
     """Return k (B, n, G, D) and v (B, n, G, Dv) like q, of any numbers."""
     k, v = (q.new_empty((*q.shape[:1], num_tokens, num_kv_heads, dim)) for dim in (q.shape[-1], v_head_dim))
     return k, v
-
-
-def with_latents(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> Shape:
-    """Return the shape of a call on latents k (B, N, g, d) and v (B, N, g, dv). InputError: they are none."""
-    is_like = k.dim() == v.dim() == 4 and k.shape[:3] == v.shape[:3] and k.dtype == v.dtype in ops.FLOAT_DTYPES
-    if not is_like or k.size(0) != q.size(0) or k.stride(-1) != 1 or v.stride(-1) != 1:
-        raise InputError(
-            f"the latents k and v are {k.dtype} {tuple(k.shape)} and {v.dtype} {tuple(v.shape)}; expected (batch, "
-            f"tokens, heads, d) and (batch, tokens, heads, dv) of one floating dtype and {q.size(0)} rows, with stride "
-            f"1 in the last dim"
-        )
-    arguments.check_devices("q", q, k=k, v=v)
-    numbers = k.size(2) * (k.size(3) + v.size(3))
-    is_less = numbers < shape.num_kv_heads * (shape.head_dim + shape.v_head_dim) and k.dtype == shape.dtype
-    return shape._replace(latent_dim=numbers if is_less else 0)
 
 
 def check_tensors(

@@ -33,26 +33,32 @@ RINGTILE: Backend = Ringtile()
 def forward(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, state: Running) -> None:
     """Merge the keys of a round into the state."""
     block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
-    while (backend := _backend(call, block, takes_dlse=False, backward=False)) is not RINGTILE:
+    key = round, False, False, current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()
+    while (backend := call.backends.get(key) or _find(call, block, *key)) is not RINGTILE:
         kept = () if state.fresh else (state.out, state.lse)
         versions = _versions(kept)
         try:
-            return backend.forward(block, state)
+            backend.forward(block, state)
         except Exception as error:
             _drop(call, backend, block, error, unless=kept and (not versions or versions != _versions(kept)))
+        else:
+            return
     backend.forward(block, state)
 
 
 def backward(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, final: Final, grads: Gradients) -> None:
     """Add the gradients of a round."""
-    block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
-    while (backend := _backend(call, block, takes_dlse=final.dlse is not None, backward=True)) is not RINGTILE:
+    block, takes_dlse = Block(q, k, v, round, call.scale, call.softcap, call.dropout), final.dlse is not None
+    key = round, True, takes_dlse, current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()
+    while (backend := call.backends.get(key) or _find(call, block, *key)) is not RINGTILE:
         kept = grads[:1] if grads.fresh else grads[:3]
         versions = _versions(kept)
         try:
-            return backend.backward(block, final, grads)
+            backend.backward(block, final, grads)
         except Exception as error:
             _drop(call, backend, block, error, unless=not versions or versions != _versions(kept))
+        else:
+            return
     backend.backward(block, final, grads)
 
 
@@ -74,7 +80,8 @@ def check(call: Call, q: Tensor, *, takes_dlse: bool, backward: bool) -> None:
 
     q: of the call's dtype and device, which alone are read.
     """
-    if (call.rounds[-1], *_kind(takes_dlse, backward)) in call.backends or q.is_meta:  # the last is asked last
+    kind = backward, takes_dlse, current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()
+    if (call.rounds[-1], *kind) in call.backends or q.is_meta:  # the last is asked last
         return
     _, num_heads, num_kv_heads, head_dim, v_head_dim, *_ = call.shape
     if max(head_dim, v_head_dim) > ops.MAX_HEAD_DIM:  # of a traced call, whose tensors nobody has checked
@@ -86,25 +93,21 @@ def check(call: Call, q: Tensor, *, takes_dlse: bool, backward: bool) -> None:
     q = q.new_empty((1, 1, 1 if num_heads == num_kv_heads else 2, head_dim))  # others run where each has a kv head
     for round in call.rounds if num_heads else ():
         block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
-        _backend(call, block, takes_dlse=takes_dlse, backward=backward)
+        if (round, *kind) not in call.backends:
+            _find(call, block, round, *kind)
 
 
 # ---- who does it --------------------------------------------------------------------------------
 
 
-def _kind(takes_dlse: bool, backward: bool) -> tuple[object, ...]:
-    """Return what decides who computes a round of a call, apart from both."""
-    return takes_dlse, backward, current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()
+def _find(call: Call, block: Block, round: Round, backward: bool, takes_dlse: bool, *told: object) -> Backend:
+    """Return who computes this block, and remember it by what decides that. told: by the user to torch.
 
-
-def _backend(call: Call, block: Block, *, takes_dlse: bool, backward: bool) -> Backend:
-    """Return who computes this block, found out once. RefusedError: nobody can."""
-    key = block.round, *_kind(takes_dlse, backward)
-    backend: Backend | None = call.backends.get(key)
-    if backend is None:
-        backend = _choose(block, call.attention_kernel, takes_dlse=takes_dlse, backward=backward)
-        if not _captures(block.q):
-            call.backends[key] = backend
+    RefusedError: nobody can.
+    """
+    backend = _choose(block, call.attention_kernel, takes_dlse=takes_dlse, backward=backward)
+    if not _captures(block.q):
+        call.backends[round, backward, takes_dlse, *told] = backend
     return backend
 
 

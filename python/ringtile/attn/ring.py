@@ -24,123 +24,51 @@ from ringtile import ops
 from ringtile.attn import choose
 from ringtile.attn.backend import Final, Gradients, Running
 from ringtile.attn.call import Call
-from ringtile.latents import ExpandAgain
 from ringtile.sequence.plan import Transfer
 from ringtile.sequence.rounds import Round
-from ringtile.tiled.host import HostTensor, Reader, Writer, in_order
-from ringtile.tiled.tiles import tiles
 from ringtile.transport.transport import Message
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv) -> out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64."""
-    rounds = call.rounds
+    rounds, merge = call.rounds, choose.forward if call.blocks is None else call.blocks.forward
     state = first_state(q, call.shape.v_head_dim, call.sinks, is_last=len(rounds) == 1)
-    for round, sent_k, sent_v in Keys(k, v, call).blocks():
-        block_k, block_v = call.keys_of(q, sent_k, sent_v, call.expand)
+    for round, block_k, block_v in Keys(k, v, call).blocks():
         if round is rounds[-1] and state.rounded is None and state.out.dtype != q.dtype:
             state = state._replace(rounded=torch.empty_like(state.out, dtype=q.dtype))
-        choose.forward(call, round, q, block_k, block_v, state)
+        merge(call, round, q, block_k, block_v, state)
         state = state._replace(fresh=False)
     return state.results
 
 
 def backward(
-    call: Call,
-    final: Final,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    rounds_keys: bool = True,
-    again: ExpandAgain | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv for the forward's inputs, its outputs and their gradients (`final`), of the inputs' dtype.
+    call: Call, final: Final, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, *, rounds_keys: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Add to dq, of the state dtype, and return dk and dv, of k's dtype: for the forward's inputs, its outputs and
+    their gradients (`final`).
 
-    rounds_keys: False leaves dk and dv in the state dtype, for more to be added to them. again: where k and v are
-    latents; it gets the gradients of its weights. q that waits in host memory is there with out, dout and dq; each
-    round then takes it in chunks of q.chunk_tokens.
+    rounds_keys: False leaves dk and dv in the state dtype, for more to be added to them.
     """
-    state = ops.state_dtype(q.dtype)
-    rounds = call.rounds
+    rounds, add = call.rounds, choose.backward if call.blocks is None else call.blocks.backward
     keys, first = Keys(k, v, call), rounds[0].planned
-    # Whether round 0 writes all of dk and dv.
-    fresh = first.in_place and first.num_keys == k.size(1) and again is None
-    dk, dv = (_room(x, state, zeros=not fresh) for x in (k, v))
+    fresh = first.in_place and first.num_keys == k.size(1)  # round 0 writes all of dk and dv
+    dk, dv = room(k, dq.dtype, zeros=not fresh), room(v, dq.dtype, zeros=not fresh)
     rounded: tuple[Tensor, Tensor] | None = None
-    waiting = _Waiting(q, final, state) if isinstance(q, HostTensor) else None
-    if rounds_keys and fresh and len(rounds) == 1 and state != k.dtype and waiting is None:
-        rounded = _room(k, k.dtype), _room(v, v.dtype)
-    dq = q.new_zeros(0, dtype=state) if isinstance(q, HostTensor) else _room(q, state, zeros=True)
+    if rounds_keys and fresh and len(rounds) == 1 and dq.dtype != k.dtype:
+        rounded = room(k, k.dtype), room(v, v.dtype)
     add_returned: Callable[[Tensor, Tensor], None] | None = None
     for round, block_k, block_v in keys.blocks():
         planned = round.planned
-        partial = None if planned.in_place else keys.message(planned.num_keys, state)
+        partial = None if planned.in_place else keys.message(planned.num_keys, dq.dtype)
         block_dk, block_dv = (dk, dv) if partial is None else partial.parts
-        if again is None:
-            grads = Gradients(dq, block_dk, block_dv, fresh=fresh or partial is not None, rounded=rounded)
-            if waiting is None:
-                choose.backward(call, round, q, block_k, block_v, final, grads)
-            else:
-                waiting.backward(call, round, block_k, block_v, grads)
-        else:
-            of_latents = _through(again, call, round, q, block_k, block_v, final, dq)
-            for total, x in zip((block_dk, block_dv), of_latents, strict=True):
-                total.zero_() if x is None else total.copy_(x)
+        grads = Gradients(dq, block_dk, block_dv, fresh=fresh or partial is not None, rounded=rounded)
+        add(call, round, q, block_k, block_v, final, grads)
         if add_returned is not None:
             add_returned(dk, dv)
         add_returned = None if partial is None else keys.give_back(round, partial)
     if add_returned is not None:
         add_returned(dk, dv)
-    dq = dq.to(q.dtype) if waiting is None else waiting.dq
-    if not rounds_keys:
-        return dq, dk, dv
-    return dq, *(rounded or (dk.to(k.dtype), dv.to(v.dtype)))
-
-
-class _Waiting:
-    """Queries in host memory, and what a backward reads and writes with them, chunk by chunk in each round."""
-
-    def __init__(self, q: HostTensor, final: Final, dtype: torch.dtype) -> None:
-        self.q, self.final = q, final
-        self.dq = HostTensor.empty(q, q.shape, q.copies)
-        self._sums = HostTensor.empty(q.new_empty(0, dtype=dtype), q.shape, q.copies)
-        self._is_first = True  # round
-
-    def backward(self, call: Call, round: Round, k: Tensor, v: Tensor, grads: Gradients) -> None:
-        """Add the gradients of a round: `grads` but for its dq, which is rounded after the last one."""
-        is_last = round is call.rounds[-1]
-        of_queries = self.q, self.final.dout, self.final.out, self._sums
-        order = in_order(self.q.size(1), self.q.chunk_tokens)
-        q, dout, out, sums = (Reader(x, order) for x in of_queries)
-        write = Writer(self.dq if is_last else self._sums)
-        for tokens in tiles(self.q.size(1), self.q.chunk_tokens):  # all of them: the planner leaves some out
-            of_chunk, lse = q.take(tokens), self.final.lse[..., tokens].contiguous()
-            final = Final.of(dout.take(tokens), None, out.take(tokens), lse)
-            dq = of_chunk.new_zeros(of_chunk.shape, dtype=grads.dk.dtype) if self._is_first else sums.take(tokens)
-            fresh = grads.fresh and tokens.start == 0
-            of_round = Gradients(dq, grads.dk, grads.dv, fresh=fresh)
-            choose.backward(call, round.of_queries(tokens), of_chunk, k, v, final, of_round)
-            write.put(tokens, dq.to(self.q.dtype) if is_last else dq)
-        write.close()
-        self._is_first = False
-
-
-def _through(
-    again: ExpandAgain, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, final: Final, dq: Tensor
-) -> Sequence[Tensor | None]:
-    """Add a block's part of dq, and return the gradients of the latents k and v that the block is made of."""
-    if k.size(1) == 0:
-        return None, None
-    k, v = (x.detach().requires_grad_() for x in (k, v))
-    keys = call.keys_of(q, k, v, again)
-    fresh = round.planned.num_keys == k.size(1)
-    dk, dv = (_room(x, dq.dtype, zeros=not fresh) for x in keys)
-    rounded = (_room(dk, k.dtype), _room(dv, k.dtype)) if fresh and dq.dtype != k.dtype else None
-    grads = Gradients(dq, dk, dv, fresh=fresh, rounded=rounded)
-    choose.backward(call, round, q, keys[0].detach(), keys[1].detach(), final, grads)
-    douts = rounded or (dk.to(k.dtype), dv.to(k.dtype))
-    return again.differentiate(keys, douts, (k, v))
+    return rounded or ((dk.to(k.dtype), dv.to(v.dtype)) if rounds_keys else (dk, dv))
 
 
 def sink_gradient(sinks: Tensor, final: Final) -> Tensor:
@@ -173,11 +101,11 @@ def empty_outputs(q: Tensor, v_head_dim: int, dtype: torch.dtype) -> tuple[Tenso
     batch, num_queries, num_heads, head_dim = q.shape
     lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float64)
     if v_head_dim == head_dim:
-        return _room(q, dtype), lse
+        return room(q, dtype), lse
     return q.new_empty(batch, num_queries, num_heads, v_head_dim, dtype=dtype), lse
 
 
-def _room(x: Tensor, dtype: torch.dtype, *, zeros: bool = False) -> Tensor:
+def room(x: Tensor, dtype: torch.dtype, *, zeros: bool = False) -> Tensor:
     """Return a contiguous tensor of x's shape. Half of what new_empty takes of the time of a small call."""
     like = torch.zeros_like if zeros else torch.empty_like
     return like(x, dtype=dtype, memory_format=torch.contiguous_format)
@@ -284,8 +212,9 @@ class Keys:
 
     def message(self, num_keys: int, dtype: torch.dtype) -> Message:
         """Make room for keys and values of n tokens, or their gradients: k (B, n, G, D), then v (B, n, G, Dv)."""
-        batch, _, heads, k_dim = self.k.shape  # a shape costs what one size does
-        return Message.empty(self.k, [((batch, num_keys, heads, dim), dtype) for dim in (k_dim, self.v.shape[3])])
+        (batch, _, heads, k_dim), v_dim = self.k.shape, self.v.shape[3]  # a shape costs what one size does
+        k, v = ((batch, num_keys, heads, k_dim), dtype), ((batch, num_keys, heads, v_dim), dtype)
+        return Message.empty(self.k, [k, v])
 
     def _packed(self, round: Round, tensors: Sequence[Tensor], transfer: Transfer) -> Message:
         """Copy the rows of a transfer out of tensors like k and v."""

@@ -24,7 +24,6 @@ from ringtile import ops
 from ringtile.attn import choose, ring
 from ringtile.attn.backend import Final
 from ringtile.attn.call import Call
-from ringtile.latents import ExpandAgain
 from ringtile.scheme import Share
 from ringtile.sequence.heads import HeadGroup
 from ringtile.transport.transport import ALONE, Transport
@@ -46,7 +45,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     And what the backward takes. lse is empty where ranks share heads and the call returns none. The call was checked,
     and the sequence's scheme is resolved.
     """
-    with _agreed("forward", call, q):
+    with agreed("forward", call, q):
         if call.ring.heads is None:
             out, lse = ring.forward(call, q, k, v)
             return out, lse, Saved(q, k, v, out, lse)
@@ -74,21 +73,21 @@ def backward(
     forward_call: int = 0,
     *,
     is_local: bool = False,
-    again: ExpandAgain | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dq, dk, dv and dsinks from the gradients of what `forward` gave: None where nothing depends on it.
 
     saved: from `forward`; with is_local, of the local tokens and all heads, where what the ranks share was not kept.
     sinks: if their gradient is wanted, which is that by the queries and heads
     that this rank works on. forward_call: the number of the forward's call on the group, which must be the same on all
-    ranks; 0: not known. again: as of `ring.backward`.
+    ranks; 0: not known.
     """
     shape = call.shape
-    with _agreed("backward", call, saved.q, forward_call, takes_dlse=dlse is not None):
+    with agreed("backward", call, saved.q, forward_call, takes_dlse=dlse is not None):
         if call.ring.heads is None:
             final = Final.of(dout, dlse, saved.out, saved.lse)
-            gradients = ring.backward(call, final, *saved[:3], again=again)
-            return *gradients, None if sinks is None else ring.sink_gradient(sinks, final)
+            dq = ring.room(saved.q, ops.state_dtype(shape.dtype), zeros=True)
+            of_keys = ring.backward(call, final, *saved[:3], dq)
+            return dq.to(shape.dtype), *of_keys, None if sinks is None else ring.sink_gradient(sinks, final)
         heads = _Heads.of(call)
         if is_local:
             q, out, lse, k, v = heads.of_all_tokens((saved.q, saved.out, saved.lse.mT), (saved.k, saved.v))
@@ -107,17 +106,20 @@ def backward(
         dk, dv = zeros(num_kv_heads, dim, dtype=dtype), zeros(num_kv_heads, v_dim, dtype=dtype)
         dq, dsinks = zeros(num_heads, dim, dtype=shape.dtype), None if sinks is None else torch.zeros_like(sinks)
         of_dout, *of_dlse = heads.of_all_tokens(upstream)
-        of_q, of_keys = saved.q, [saved.k.to(dtype), saved.v.to(dtype)]  # of no heads
+        of_q, of_share = saved.q, [saved.k.to(dtype), saved.v.to(dtype)]  # of no heads
         share = heads.own
         if share.heads:
             final = Final.of(of_dout, of_dlse[0].mT if of_dlse else None, saved.out, saved.lse)
-            keys = _repeated(share, saved.k, saved.v)
-            of_q, *of_repeated = ring.backward(call.of_heads(share.heads), final, saved.q, *keys, rounds_keys=not adds)
-            of_keys = _summed(share, *of_repeated)
+            k, v = _repeated(share, saved.k, saved.v)
+            of_q = ring.room(saved.q, ops.state_dtype(shape.dtype), zeros=True)
+            of_heads = call.of_heads(share.heads)
+            of_repeated = ring.backward(of_heads, final, saved.q, k, v, of_q, rounds_keys=not adds)
+            of_share = _summed(share, *of_repeated)
+            of_q = of_q.to(shape.dtype)
             if sinks is not None and dsinks is not None:
                 own = slice(share.heads.start, share.heads.stop)
                 dsinks[own] = ring.sink_gradient(sinks[own], final)
-        heads.to_tokens((of_q,), of_keys, into=(dq, dk, dv), adds=adds)
+        heads.to_tokens((of_q,), of_share, into=(dq, dk, dv), adds=adds)
     return dq, dk.to(shape.dtype), dv.to(shape.dtype), dsinks
 
 
@@ -188,7 +190,7 @@ def _summed(share: Share, *gradients: Tensor) -> list[Tensor]:
 # ---- before anything is sent --------------------------------------------------------------------
 
 
-def _agreed(
+def agreed(
     direction: Literal["forward", "backward"],
     call: Call,
     q: Tensor,

@@ -29,9 +29,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ringtile import keep, ops
-from ringtile.attn import ring
 from ringtile.attn.attention import RingAttention
-from ringtile.attn.call import Call, unwritten_keys, with_latents
+from ringtile.attn.call import Call
 from ringtile.errors import RefusedError
 from ringtile.first_batch.quiet import without_checkpoints
 from ringtile.hf.attention import empty_mask, latents_of
@@ -165,7 +164,7 @@ class TrainingStep:
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters()) + self.num_packed
         patches = Patches()
         self._stack.callback(patches.restore)
-        for module in (glu, layer, loss, mlp, ring, weight_grad):
+        for module in (attend, glu, layer, loss, mlp, weight_grad):
             patches.set(module, "tiles", self._live.tiles)
         if setup.images is not None:
             self._images = PlannedImages(model, setup.images, setup.batch, self._live, setup.on_gpu)
@@ -365,11 +364,7 @@ class TrainingStep:
             with self._live.making("attention"):
                 return chunk.attend(q, k, v, sequence, sinks=options.get("s_aux"), **given), None
         with _disable_current_modes():
-            if expand is None:
-                shape = Shape.of(q, k, v)
-            else:
-                keys = unwritten_keys(q, expand.num_kv_heads, expand.v_head_dim)
-                shape = with_latents(Shape.of(q, *keys), q, k, v)
+            shape = Shape.of(q, k, v) if expand is None else expand.shape_of(q, k, v)
             of_call = PlannedCall(shape, sequence.mask, self._live.in_backward)
         if sequence.world_size == 1:
             self._calls.append(of_call)
@@ -392,14 +387,15 @@ class TrainingStep:
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
-        **about: Any,
+        expand: Any = None,
     ) -> Tensor:
         """`ring_attention` over ranks; its out."""
         with self._live.making("attention"):
-            about |= {"sinks": sinks, "returns_lse": False}
-            call = Call.kept(sequence, of_call.shape, q.device, scale or q.size(-1) ** -0.5, softcap, **about)
-            call, k, v = call.heads_or_latents(q, k, v)
-            weights = () if call.expand is None else call.expand.weights
+            about = of_call.shape, q.device, scale or q.size(-1) ** -0.5, softcap
+            call = Call.kept(sequence, *about, sinks=sinks, returns_lse=False)
+            if expand is not None:
+                call, k, v = expand.travel(call, q, k, v)
+            weights = () if call.blocks is None else call.blocks.weights
             before = sequence.transport.num_calls
             out: Tensor
             out, _ = _Attention.apply(q, k, v, sinks, call, *weights)  # type: ignore[no-untyped-call]

@@ -76,12 +76,8 @@ class Queries:
     def __init__(self, device: torch.device, begin: Tensor, end: Tensor, positions: Tensor) -> None:
         """begin, end: int32 CPU (Bm, N). positions: int64 CPU (N)."""
         self.device, self.begin, self.end, self.positions = device, begin, end, positions
-        self._bounds = DeviceMask(device, begin, end)
+        self.bounds = DeviceMask(device, begin, end)  # read before each kernel, on its stream
         self._positions: DeviceMask | None = None  # only dropout and masks with two sides ask for them
-
-    def bounds_there(self) -> tuple[Tensor, ...]:
-        """Return begin and end on the device, for kernels on the current stream."""
-        return self._bounds.read()
 
     def positions_there(self) -> Tensor:
         """Return the positions on the device, for kernels on the current stream."""
@@ -106,7 +102,7 @@ class Round:
     ) -> None:
         """k_runs: int64 CPU (R, 4), as of PlannedRound. key_bounds: two int32 CPU (Bm, K) of a mask with two sides."""
         self.queries, self.k_runs, self.key_bounds = queries, k_runs, key_bounds
-        self._planned = planned
+        self.planned: PlannedRound = planned  # type: ignore[assignment]  # of a plan's rounds
         self._key_bounds = DeviceMask(queries.device, *key_bounds)
         self._tables: dict[Transfer, DeviceMask] = {}
         self._packs: dict[tuple[int, int, int], tuple[tuple[Pack, ...], DeviceMask]] = {}
@@ -125,13 +121,8 @@ class Round:
             of = self.queries
             with _disable_current_modes():  # of fake tensors: masks are real
                 bounds = (x[..., tokens].contiguous() for x in (of.begin, of.end, of.positions))
-                self._chunks[key] = Round(Queries(of.device, *bounds), self.k_runs, self.key_bounds, self._planned)
+                self._chunks[key] = Round(Queries(of.device, *bounds), self.k_runs, self.key_bounds, self.planned)
         return self._chunks[key]
-
-    @property
-    def planned(self) -> PlannedRound:
-        assert self._planned is not None
-        return self._planned
 
     def key_bounds_there(self) -> tuple[Tensor, ...]:
         """Return key_begin and key_end on the device, if the mask has two sides, for kernels on the current stream."""

@@ -282,8 +282,11 @@ class ShardedSequence:
         cls, mask: IntervalMask, layout: Layout, group: Group | None = None, *, scheme: str = "ring"
     ) -> ShardedSequence:
         """Return the sequence of these: the same object for equal ones, of which the last are remembered."""
-        check_types(mask, layout)
         transport = transport_of(group)
+        latest = _latest.get(transport)
+        if latest and latest.mask is mask and latest.layout is layout and latest.scheme == scheme:
+            return latest
+        check_types(mask, layout)
         with _lock:
             remembered = _remembered.setdefault(transport, OrderedDict())
             found = remembered.get((mask, layout, scheme))
@@ -295,6 +298,7 @@ class ShardedSequence:
                     remembered.popitem(last=False)
             else:
                 remembered.move_to_end((mask, layout, scheme))
+            _latest[transport] = found
             return found
 
     @classmethod
@@ -337,6 +341,7 @@ _living: weakref.WeakValueDictionary[int, ShardedSequence] = weakref.WeakValueDi
 _remembered: weakref.WeakKeyDictionary[Transport, OrderedDict[tuple[IntervalMask, Layout, str], ShardedSequence]] = (
     weakref.WeakKeyDictionary()
 )
+_latest: weakref.WeakKeyDictionary[Transport, ShardedSequence] = weakref.WeakKeyDictionary()  # the last of each
 _lock = threading.Lock()
 
 

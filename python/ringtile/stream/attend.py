@@ -45,7 +45,8 @@ from ringtile.recurrent.carried import Carried, running_on
 from ringtile.recurrent.recurrence import Recurrence
 from ringtile.sequence.rounds import Queries, Round
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.tiled.host import HostCopies, to_host
+from ringtile.tiled.host import HostCopies, HostTensor, Reader, Writer, in_order, to_host
+from ringtile.tiled.tiles import tiles
 
 WHOLE = "leave the layer whole (stream: false)"  # what to do; ends a message
 
@@ -364,10 +365,47 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved,
 
 
 def backward(
-    call: Call, saved: Saved, dout: Tensor, sinks: Tensor | None = None, **called: Any
+    call: Call, saved: Saved, dout: Tensor, sinks: Tensor | None = None, *, forward_call: int, is_local: bool
 ) -> tuple[Tensor | None, ...]:
     with call.transport.propagate_errors("ring_attention backward"):
-        return ulysses.backward(call, saved, dout, None, sinks, **called)
+        q, k, v, out, lse = saved
+        if not isinstance(q, HostTensor):
+            return ulysses.backward(call, saved, dout, None, sinks, forward_call, is_local=is_local)
+        with ulysses.agreed("backward", call, q, forward_call):
+            final = Final.of(dout, None, out, lse)
+            chunks, unused = _Chunks(q, final), q.new_zeros(0, dtype=ops.state_dtype(q.dtype))
+            of_keys = ring.backward(call.but(blocks=chunks), final, q, k, v, unused)
+            return chunks.dq, *of_keys, None if sinks is None else ring.sink_gradient(sinks, final)
+
+
+class _Chunks:
+    """Queries in host memory, with out, dout and dq: a backward takes them chunk by chunk in each round."""
+
+    def __init__(self, q: HostTensor, final: Final) -> None:
+        self._q, self._final = q, final
+        self.dq = HostTensor.empty(q, q.shape, q.copies)
+        self._sums = HostTensor.empty(q.new_empty(0, dtype=ops.state_dtype(q.dtype)), q.shape, q.copies)
+
+    def backward(
+        self, call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, final: Final, grads: Gradients
+    ) -> None:
+        """Add the gradients of a round: `grads` but for its dq, which is rounded after the last one."""
+        is_first, is_last = round is call.rounds[0], round is call.rounds[-1]
+        num_tokens, step, dtype = q.size(1), self._q.chunk_tokens, q.dtype
+        of_queries = self._q, final.dout, final.out, self._sums
+        read, dout, out, sums = (Reader(x, in_order(num_tokens, step)) for x in of_queries)
+        write = Writer(self.dq if is_last else self._sums)
+        for tokens in tiles(num_tokens, step):  # all of them: the planner leaves some out
+            of_chunk, lse = read.take(tokens), final.lse[..., tokens].contiguous()
+            of_round = Final.of(dout.take(tokens), None, out.take(tokens), lse)
+            dq = of_chunk.new_zeros(of_chunk.shape, dtype=grads.dk.dtype) if is_first else sums.take(tokens)
+            added = Gradients(dq, grads.dk, grads.dv, fresh=grads.fresh and tokens.start == 0)
+            choose.backward(call, round.of_queries(tokens), of_chunk, k, v, of_round, added)
+            write.put(tokens, dq.to(dtype) if is_last else dq)
+        write.close()
+        if grads.rounded is not None:
+            for rounded, x in zip(grads.rounded, grads[1:3], strict=True):
+                rounded.copy_(x)
 
 
 @dataclass(eq=False)

@@ -17,12 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ringtile.attn.latents import Latents
 from ringtile.hf.attention import LATENTS
 from ringtile.hf.batch import active_batch
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.model import text_modules
 from ringtile.hf.patches import Patches
-from ringtile.latents import Latents
 from ringtile.stream.attend import running_chunk
 
 _SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
