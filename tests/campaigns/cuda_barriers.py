@@ -94,10 +94,12 @@ def numbered(file: str, first: int) -> tuple[str, list[Site]]:
 
 def prepare() -> list[Site]:
     """Writes and compiles the numbered copy; what has not changed keeps its object."""
-    for folder in ("csrc", "cuda", "tests/c", "tests/emulator"):
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.is_file():
-                write(TREE / path.relative_to(ROOT), path.read_text())
+    texts = {
+        path.relative_to(ROOT): path.read_text()
+        for folder in ("csrc", "cuda", "tests/c", "tests/emulator")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.is_file()
+    }
     sites: list[Site] = []
     for path in sorted((ROOT / "cuda").rglob("*.cu*")):
         file = str(path.relative_to(ROOT))
@@ -106,19 +108,18 @@ def prepare() -> list[Site]:
         text, found = numbered(file, len(sites) + 1)
         if found and file not in TESTS:
             sys.exit(f"{file} has fences or barriers: name its tests in TESTS")
-        write(TREE / file, text)
+        texts[Path(file)] = text
         sites += found
-    emulator = TREE / "tests/emulator/emulator.h"
-    write(
-        emulator,
-        emulator.read_text().replace(
-            "namespace emulator {",
-            "#include <cstdlib>\ninline bool is_dropped(int site) {\n"
-            '    static const char *const dropped = getenv("RINGTILE_DROPPED");\n'
-            "    return dropped != nullptr && atoi(dropped) == site;\n}\n\nnamespace emulator {",
-            1,
-        ),
+    emulator = Path("tests/emulator/emulator.h")
+    texts[emulator] = texts[emulator].replace(
+        "namespace emulator {",
+        "#include <cstdlib>\ninline bool is_dropped(int site) {\n"
+        '    static const char *const dropped = getenv("RINGTILE_DROPPED");\n'
+        "    return dropped != nullptr && atoi(dropped) == site;\n}\n\nnamespace emulator {",
+        1,
     )
+    for path, text in texts.items():  # each once: a file written twice would be compiled anew
+        write(TREE / path, text)
     programs = sorted({f"{TREE}/build/emulator/{test}" for tests in TESTS.values() for test in tests})
     subprocess.run(["make", "-s", "-j2", "-C", str(TREE / "tests/emulator"), *programs], check=True)
     return sites
