@@ -282,6 +282,15 @@ class Link:
         self.behind, self.n = behind, 0
 
 
+def test_long_chains_of_functions_are_no_trouble():
+    """Each of which names the next one; the last one names a file."""
+    text = "\n".join(f"def f{i}():\n    return f{i + 1}()" for i in range(2000)) + "\ndef f2000():\n    FILE.write('')"
+    space = {"__name__": __name__, "FILE": io.StringIO()}
+    exec(text, space)
+    model = nn.Sequential(Own(space["f0"]))
+    assert State(model, own_code(model)).unknown == f"{__name__}.FILE is a StringIO"
+
+
 def test_long_chains_and_large_arrays_of_the_users_are_no_trouble(monkeypatch):
     monkeypatch.setattr("ringtile.first_batch.state._LARGEST", 1 << 10)
     module = Own(lambda m: _add(m.last))

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ringtile.errors import RefusedError
 from ringtile.first_batch.compare import Comparison, compare, compare_written
 from ringtile.first_batch.state import State
 from ringtile.first_batch.trace import Trace
@@ -82,7 +81,6 @@ def prove(
     own_code: bool = False,
     besides: Sequence[str] = (),
     largest_of_all: Callable[[int], int] = int,
-    raises: bool = True,
 ) -> Comparison | None:
     """Runs a loss whole, whole with other rounding, and sharded, and compares. A collective of the group.
 
@@ -94,7 +92,7 @@ def prove(
     must give the same bits. besides: what else the log says. largest_of_all: of a number of each rank of the world, by
     which every group makes the same runs: under FSDP2 and ZeRO-3 each is a collective of all. None, with a warning:
     the loss of one process is not finite, so that nothing can be compared. If rounding does not explain the difference,
-    raises RefusedError on every rank, or, without `raises`, returns it as `refusal`.
+    `refusal` says so on every rank.
     """
     began = time.perf_counter()
     scale = 2.0 ** max(num_tokens, num_items).bit_length()  # the gradients of a mean would underflow in 16 bits
@@ -148,8 +146,6 @@ def prove(
         if found.parts and reads and not found.unsteady and not found.difference:
             found.difference = f"{reads} reads {found.parts[0]}, of which a forward on a shard writes a part"
     found.refusal = _refusal(found, group, device, key)
-    if found.refusal and raises:
-        raise RefusedError(found.refusal)
     if found.refusal:
         return found
     if found.random and transport.rank == 0:

@@ -102,16 +102,16 @@ class State:
 
     def _keep(self, x: Any, place: str, named: bool) -> None:
         """Keeps the content of x, and of what it holds. named: by code that runs, which may write it."""
-        waiting = [x]  # not by recursion: users' objects may be chained
+        waiting = [(x, place)]  # not by recursion: users' objects may be chained, and so are functions
         while waiting:
-            x = waiting.pop()
+            x, place = waiting.pop()
             if x is None or isinstance(x, _LASTING) or id(x) in self._seen:
                 continue
             self._seen[id(x)] = x
             size = int(getattr(x, "nbytes", 0)) if type(x).__module__ == "numpy" else 0
             if isinstance(x, nn.Module):
                 self._module(x, place, is_own(type(x)))
-                waiting += [*x._parameters.values(), *x._modules.values()]
+                waiting += [(held, place) for held in (*x._parameters.values(), *x._modules.values())]
             elif isinstance(x, Tensor):
                 self._tensor(x, place)
             elif (draws := _draws(x)) is not None:
@@ -119,9 +119,8 @@ class State:
             elif self._bytes + size <= _LARGEST and (data := _data(x, named)) is not None:
                 self._undo += data[0]
                 self._bytes += size
-                waiting += data[1] if len(data[1]) <= _MOST else ()
-                for variable, held in _variables(x) if named else ():
-                    self._keep(held, variable, True)
+                waiting += [(held, place) for held in data[1]] if len(data[1]) <= _MOST else ()
+                waiting += _variables(x) if named else ()
             elif named and not _lasts(type(x)):
                 self.unknown = self.unknown or f"{place} is a {type(x).__name__}"
 
@@ -147,14 +146,14 @@ def _flat(x: Any) -> Tensor | None:
     return x.detach().double().flatten().cpu()
 
 
-def _variables(x: Any) -> Iterator[tuple[str, Any]]:
-    """The variables of the user's Python modules that a function of theirs names, by name."""
+def _variables(x: Any) -> Iterator[tuple[Any, str]]:
+    """The variables of the user's Python modules that a function of theirs names, with their names."""
     if isinstance(x, types.FunctionType) and is_own(x):
         names, of_file = {*_names(x.__code__)}, x.__globals__
         named = [of_file.get(name) for name in names]
         spaces = [vars(y) for y in named if isinstance(y, types.ModuleType) and is_users(y.__name__)]
         for space in (of_file, *spaces):
-            yield from ((f"{space['__name__']}.{name}", space[name]) for name in names & space.keys())
+            yield from ((space[name], f"{space['__name__']}.{name}") for name in names & space.keys())
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

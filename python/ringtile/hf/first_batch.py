@@ -209,7 +209,6 @@ class FirstBatch:
                     num_tokens=num_tokens,
                     key=(optional or ["stream"])[0],
                     largest_of_all=lambda number: loss.group.largest_of_all(number)[0],
-                    raises=False,
                     **options,
                 )
             except _UnprovedError:

@@ -80,6 +80,8 @@ class FirstBlock:
                 state.restore()
         if found is None:
             raise InputError("the loss of one process is not finite; expected a batch of which it is a number")
+        if found.refusal:
+            raise RefusedError(found.refusal)
         return found
 
     def _cut_size(self, world_size: int) -> tuple[int, int]:
