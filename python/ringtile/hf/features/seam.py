@@ -18,8 +18,8 @@ from ringtile.hf.attention import hidden_mask
 from ringtile.hf.batch import ShardedBatch, active_batch, waiting_batch
 from ringtile.hf.feature import Enabled, Feature
 from ringtile.hf.keys import LOSS, TEXT
+from ringtile.hf.language_model import Cut, language_model, parameters_of
 from ringtile.hf.patches import Patches
-from ringtile.seam import Cut, language_model, parameters_of
 
 
 def _install(run: Enabled, patches: Patches) -> None:
