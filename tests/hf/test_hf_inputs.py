@@ -97,6 +97,7 @@ def test_attention_mask_is_sharded_for_code_that_counts_tokens():
     assert _unshard(shards, "attention_mask").tolist() == [[1, 1, 0, 0], [1, 1, 1, 0]]
     assert _unshard(shards, "input_ids")[0, 3] == _ids(2, 3)[0, 1]  # that of the last token, not of padding
     assert sum(local["attention_mask"].sum() for local, _ in _shard({"input_ids": _ids(2, 9)})) == 18
+    assert sum(local["attention_mask"].sum() for local, _ in _shard({"input_ids": _ids(2, 3)})) == 6  # one is padding
     assert shards[0][0]["use_cache"] is False
 
 
@@ -221,7 +222,11 @@ def test_batch_without_tokens_is_named():
 def test_batches_of_one_length_share_a_sequence():
     """With what it remembers: rows of one document, whether a mask of ones says so or nothing does. Others do not."""
     ids, ones = _ids(2, 12), torch.ones(2, 12)
-    assert mask_of_batch({}, 2, 12) is mask_of_batch({"attention_mask": ones}, 2, 12)
+    assert (
+        mask_of_batch({}, 2, 12)
+        is mask_of_batch({"attention_mask": ones}, 2, 12)
+        is ringtile.IntervalMask.whole(12, True)
+    )
     masks = {"none": None, "ones": ones, "padded": RIGHT, "two": torch.arange(12).expand(2, 12) // 6 + 1}
 
     def on_rank(group):
