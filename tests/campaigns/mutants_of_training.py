@@ -167,7 +167,7 @@ MUTANTS = [
         "python/ringtile/first_batch/state.py",
         "return [later(_put_back_class, x, kept)], [*kept.values(), *methods, *x.__bases__]",
         "return [], [*kept.values(), *methods, *x.__bases__]",
-        "tests/hf/test_first_batch_state.py -k attribute_of_a_class",
+        "tests/hf/test_first_batch_state.py -k 'attribute and class'",
     ),
     Mutant(
         "first batch: the user's hooks run in it",
