@@ -75,7 +75,7 @@ MADE["not finite"] = _not_finite
 
 SAYS = {
     "longer images": "of more than 100 a cut is proved, without the images",
-    "a tree": "the first batch is a tree",
+    "a tree": "the first batch proves nothing: it is a tree",
     "steeper": "rounding alone, or random numbers that nothing counts, change hidden states",
 }
 
@@ -96,7 +96,8 @@ def _trained(what: str, config: dict[str, Any]) -> tuple[list[str], bool]:
 def test_groups_prove_alike(what):
     for rank, (said, proved) in enumerate(run_ranks(4, _trained, what, {"context_parallel_size": 2}, timeout=100.0)):
         assert proved == (what != "a tree")
-        assert [SAYS[what] in text for text in said] == [True] * (what != "steeper" or rank < 2)
+        warns = {"longer images": True, "a tree": rank == 0, "steeper": rank < 2}[what]
+        assert [SAYS[what] in text for text in said] == [True] * warns
 
 
 def test_groups_leave_the_proof_to_the_next_batch_together():
