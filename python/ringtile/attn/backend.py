@@ -118,15 +118,18 @@ class Ringtile:
         begin, end = round.queries.bounds.read()
         given = q, k, v, begin, end, round.k_runs, state.out, state.lse, scale, softcap, state.fresh
         options = {} if dropout is None and not round.key_bounds else _options(block)
-        ops.attn_fwd_(*given, **options, rounded_out=state.rounded)
+        if state.rounded is not None:
+            options["rounded_out"] = state.rounded
+        ops.attn_fwd_(*given, **options)
 
     def backward(self, block: Block, final: Final, grads: Gradients) -> None:
         q, k, v, round, scale, softcap, dropout = block
         begin, end = round.queries.bounds.read()
         given = q, k, v, begin, end, round.k_runs, final.dout, final.lse, final.delta, *grads[:3]
         options = {} if dropout is None and not round.key_bounds else _options(block)
-        dk, dv = grads.rounded or (None, None)
-        ops.attn_bwd_(*given, scale, softcap, grads.fresh, **options, rounded_dk=dk, rounded_dv=dv)
+        if grads.rounded is not None:
+            options["rounded_dk"], options["rounded_dv"] = grads.rounded
+        ops.attn_bwd_(*given, scale, softcap, grads.fresh, **options)
 
 
 def _options(block: Block) -> dict[str, Any]:
