@@ -158,7 +158,7 @@ void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
                     {dropout, seed, step, stream, rows, positions}, {key_begin, key_end, positions}, lse);
     const std::vector<int64_t> sizes = {p.batch, p.num_queries, p.num_heads, p.v_head_dim};
     p.rounded_out = op.dense("rounded_out", rounded_out, q.scalar_type(), sizes);
-    const bool has_out = !fresh || p.rounded_out == nullptr || op.arg("out", out).dtype(state_dtype(p.dtype)).x.numel();
+    const bool has_out = !fresh || !rounded_out.has_value() || op.arg("out", out).dtype(state_dtype(p.dtype)).x.numel();
     if (has_out) p.out = op.rows("out", out, state_dtype(p.dtype), sizes, p.out_stride);
     p.workspace_bytes = op.attn_fwd_bytes(&p);
     const Tensor workspace = op.bytes(p.workspace_bytes);

@@ -201,7 +201,9 @@ static void trial(uint64_t *state, int64_t entry) {
     const int64_t q[] = {B, N, H, p->head_dim}, k[] = {B, K, G, p->head_dim}, v[] = {B, K, G, p->v_head_dim};
     const int64_t out[] = {B, N, H, p->v_head_dim}, row[] = {B, H, N}, mask[] = {B, N}, key_mask[] = {B, K};
     if (c.pass != FORWARD) add(&all, false, dtype, &p->dout, 4, out, p->dout_stride);
+    all.optional[all.count] = c.pass == FORWARD && p->fresh && rounds; // then rounded_out is enough
     if (!backward) add(&all, !of_delta, of_delta ? dtype : sums, &p->out, 4, out, p->out_stride);
+    all.optional[all.count] = of_delta;
     add(&all, c.pass == FORWARD, of_delta || p->lse_f64 ? RT_F64 : sums, &p->lse, 3, row, NULL); // the delta's dlse
     if (c.pass != FORWARD) add(&all, of_delta, sums, &p->delta, 3, row, NULL);
     const int64_t first = all.count;

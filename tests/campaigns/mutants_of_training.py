@@ -23,8 +23,8 @@ MUTANTS = [
     Mutant(
         "ring: outputs taken as initialized",
         "python/ringtile/attn/ring.py",
-        "fresh=round is rounds[0] and call.sinks is None,",
-        "fresh=False,",
+        "return Running(out, lse, fresh=sinks is None, rounded=last)",
+        "return Running(out, lse, fresh=False, rounded=last)",
         "tests/attn/test_attention_table.py -k cells",
     ),
     Mutant(

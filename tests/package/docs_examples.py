@@ -216,7 +216,7 @@ def _tiny_qwen3(folder: pathlib.Path) -> None:
         what.save_pretrained(folder / "Qwen3-8B")
     peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear")).save_pretrained(folder / "out")
     turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
-    (folder / "data").mkdir()
+    (folder / "data").mkdir(exist_ok=True)  # an earlier snippet of the page may have made it
     (folder / "data" / "texts.jsonl").write_text(json.dumps({"text": "a text " * 40}) + "\n")
     (folder / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 20)
 
