@@ -207,9 +207,7 @@ MUTANTS = [
     Mutant(
         "peers: shards are contiguous, and read as zigzag",
         "python/ringtile/hf/shard.py",
-        "        local[name] = sequence.shard("
-        "_padded(tensor, dim, padding, PADDING.get(name, IGNORE_INDEX), last), dim=dim)\n",
-        "        tensor = _padded(tensor, dim, padding, PADDING.get(name, IGNORE_INDEX), last)\n"
+        "        local[name] = sequence.shard(tensor, dim=dim)\n",
         "        local[name] = Layout.contiguous(sequence.seq_len, world_size).shard(tensor, dim, sequence.rank)\n",
         "tests/hf/test_hf_inputs.py",
         source="THUDM/slime#1871",
