@@ -10,7 +10,6 @@ R runs of all ranks.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from ringtile import arguments, derivatives, keep, ops
 from ringtile.attn import ring, ulysses
 from ringtile.attn.call import AttentionDropout, AttentionKernel, Call, check_options, check_tensors
 from ringtile.errors import InputError, shown
-from ringtile.sequence.layout import Layout, check_types
+from ringtile.sequence.layout import Layout, check_types, named_layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence, check_given, tell_others
 from ringtile.transport.groups import Group, group_name, is_traced, propagate_errors, transport_of
@@ -136,7 +135,7 @@ def attention(
         tensors: Any = SequenceTensors.of_one_rank(q.shape[1] if q.dim() > 1 else 1, mask, bool(is_causal))
         return ring_attention(q, k, v, tensors, return_lse=return_lse, **given)
     mask = _mask_of(q, k, mask, bool(is_causal))
-    sequence = ShardedSequence.of(mask, _one_rank(mask.seq_len))
+    sequence = ShardedSequence.of(mask, named_layout("contiguous", mask.seq_len, 1))
     return _attend(Call.of(sequence, q, k, v, *options, of_last=True), q, k, v, sinks, return_lse)
 
 
@@ -157,11 +156,6 @@ def _mask_of(q: Tensor, k: Tensor, mask: IntervalMask | None, is_causal: bool) -
             f"and q of all of them or of the last"
         )
     return mask
-
-
-@functools.lru_cache(maxsize=64)
-def _one_rank(seq_len: int) -> Layout:
-    return Layout.contiguous(seq_len, 1)
 
 
 def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool) -> Any:
