@@ -418,6 +418,45 @@ def step() -> str:
     return picture.svg()
 
 
+def layer() -> str:
+    """Draw where the time of one layer on two ranks goes, as time_layer.py measured it."""
+    ranks = json.loads((pathlib.Path(__file__).parent / "layer.json").read_text())
+    picture = Picture(900, 250, "One layer on two ranks, measured: computation, messages and waits")
+    passes = [max(end for spans in ranks for _, of, _, end in spans if of == turn) for turn in (False, True)]
+    left, gap = 70, 30
+    scale = (900 - left - gap - 15) / sum(passes)
+    starts = (left, left + passes[0] * scale + gap)
+    for turn, name in enumerate(("forward", "backward")):
+        picture.text(starts[turn], 20, f"{name}, {passes[turn]:.1f} s", size=12)
+
+    def bar(turn: bool, y: float, begin: float, end: float, height: float, color: str) -> None:
+        width = max(round((end - begin) * scale, 1), 0.5)
+        picture.rect(round(starts[turn] + begin * scale, 1), y, width, height, color)
+
+    for rank, spans in enumerate(ranks):
+        y, blocks = 32 + rank * 88, 0
+        picture.text(15, y + 21, f"rank {rank}")
+        picture.text(15, y + 48, "messages", size=10)
+        for name, turn, begin, end in spans:
+            if name in ("forward", "backward"):  # first: the others lie on it
+                bar(turn, y, begin, end, 32, COLORS[2])
+        for name, turn, begin, end in spans:
+            if name == "keys":
+                bar(turn, y, begin, end, 32, COLORS[0] if blocks % 2 == 0 else COLORS[5])
+                blocks += 1
+            elif name.startswith("wait"):
+                bar(turn, y, begin, end, 32, COLORS[1])
+            elif name.startswith("message"):
+                bar(turn, y + 36, begin, end, 14, "#dddddd")
+    parts = [(2, "norms, projections, MLP"), (0, "attention: own keys"), (5, "the other rank's keys"), (1, "waits")]
+    for n, (color, name) in enumerate(parts):
+        picture.rect(left + n * 195, 207, 10, 10, COLORS[color])
+        picture.text(left + 14 + n * 195, 216, name, size=12)
+    said = "8,192 causal tokens, hidden size 1,024, float32, one core a rank, 250 Mbit/s between them; a busy machine."
+    picture.text(left, 239, said, fill="#555555", size=11)
+    return picture.svg()
+
+
 def loss() -> str:
     """Losses of packed rows in three ways (train_packed.py), each point the mean of a pass over the four rows."""
     losses = json.loads((pathlib.Path(__file__).parent / "loss.json").read_text())
@@ -461,7 +500,7 @@ def loss() -> str:
 
 
 PICTURES: dict[str, Callable[[], str]] = {
-    one.__name__: one for one in (masks, layouts, schemes, mesh, step, first_batch, memory, scale, speeds, loss)
+    one.__name__: one for one in (masks, layouts, schemes, mesh, step, first_batch, memory, scale, speeds, loss, layer)
 }
 
 if __name__ == "__main__":
