@@ -67,6 +67,7 @@ _LAZY = {
     "tiled_linear_cross_entropy": "tiled.loss",
     "tiled_log_probs": "tiled.log_probs",
     "tiled_mlp": "tiled.mlp",
+    "token_positions": "hf.written",
 }
 if TYPE_CHECKING:
     from ringtile.attn.latents import Latents
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
     from ringtile.hf.features.offload import offload_activations
     from ringtile.hf.features.stream import stream_layers
     from ringtile.hf.trainer import enable, restore
-    from ringtile.hf.written import real_tokens
+    from ringtile.hf.written import real_tokens, token_positions
     from ringtile.planner.layer import Plan, plan_attention
     from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
     from ringtile.rl import sequence_log_probs
@@ -138,6 +139,7 @@ __all__ = [
     "tiled_linear_cross_entropy",
     "tiled_log_probs",
     "tiled_mlp",
+    "token_positions",
     "tree_position_ids",
 ]
 

@@ -127,6 +127,7 @@ class Config(Section):
     - reproducible: the same bits on any number of ranks.
     - shared_prefix: compute what rows of a batch begin alike with once.
     - activation_offloading: keep the inputs of checkpointed layers in host memory.
+    - per_token, per_row: names of tensors of one's own with an entry for each token, or each row.
     - first_batch_check: compare the ranks with one process on the first batch; true is auto.
 
     ConfigError, naming the key: it is unknown, has a wrong type or value, or contradicts another key.
@@ -145,6 +146,8 @@ class Config(Section):
     reproducible: bool = False
     shared_prefix: bool = False
     activation_offloading: bool = False
+    per_token: list[str] = dataclasses.field(default_factory=list)
+    per_row: list[str] = dataclasses.field(default_factory=list)
     first_batch_check: bool | Literal["auto", "require"] = "auto"
 
     def __post_init__(self) -> None:

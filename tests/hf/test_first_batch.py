@@ -562,6 +562,8 @@ def test_cut_at_targets_shows_where_rows_of_a_prompt_part():
     labels[:, 1000:] = 5
     mask[0, 3000:], mask[1, 2000:] = 0, 0  # edges behind the targets
     batch = {"input_ids": torch.arange(4000).expand(2, -1), "labels": labels, "attention_mask": mask}
+    of_rows = cut_batch(batch | {"tasks": batch["input_ids"]}, 32, per_row={"tasks"})
+    assert torch.equal(of_rows["tasks"], batch["input_ids"])
     cut = cut_batch(batch, 32, at_targets=True)
     assert torch.equal(cut["input_ids"][0], cut["input_ids"][1])
     assert (cut["labels"] == -100).any(1).all()

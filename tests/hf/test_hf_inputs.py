@@ -180,6 +180,15 @@ def test_document_ids_may_end_in_padding():
 # ---- what is refused ----------------------------------------------------------------------------
 
 
+def test_tensors_of_the_user_are_padded_as_what_they_are():
+    own = {"states": torch.randn(2, 3, 4, 5), "step_labels": _ids(2, 3), "tasks": torch.arange(2)}
+    names = {"per_token": frozenset(["states", "step_labels"]), "per_row": frozenset(["tasks"])}
+    shards = _shard({"input_ids": _ids(2, 3), **own}, **names)
+    assert torch.equal(_unshard(shards, "states"), torch.cat([own["states"], own["states"][:, -1:]], 1))
+    assert _unshard(shards, "step_labels")[:, 3].tolist() == [-100, -100]
+    assert all(torch.equal(local["tasks"], own["tasks"]) for local, _ in shards)
+
+
 @pytest.mark.parametrize(
     ("extra", "error", "words"),
     [

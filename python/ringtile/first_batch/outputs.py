@@ -37,8 +37,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _signed_sum(x: Tensor, counted: Tensor) -> Tensor:
-    """x (B, S, ...), (B, S - 1, ...), (B S, ...) or with no dimension of tokens -> float64 ()."""
+    """x (..., B, S, ...), (B, S - 1, ...), (B S, ...) or with no dimension of tokens -> float64 ()."""
     rows, tokens = counted.shape
+    dim = next((i for i in range(x.dim() - 1) if x.shape[i : i + 2] == counted.shape), 0)
+    x = x.movedim((dim, dim + 1), (0, 1))
     counted = counted.to(x.device)
     if x.shape[:2] in ((rows, tokens), (rows, tokens - 1)):  # the latter of a token and the next one
         count = x.size(1)

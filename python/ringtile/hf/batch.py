@@ -111,6 +111,18 @@ class ShardedBatch:
         # Contiguous, as in one process: losses of users flatten logits with view.
         return whole.contiguous() if self.rows is None else self.rows.unshared(whole)
 
+    def unshard_output(self, local: Tensor) -> Tensor | None:
+        """What a model returns, (..., B, N, ...) or (B N, ...) -> of all tokens; None: it has no such dimensions."""
+        assert self.token_weights is not None
+        shape = self.token_weights.shape
+        for dim in range(local.dim() - 1):
+            if local.shape[dim : dim + 2] == shape:
+                dims = (dim, dim + 1)
+                return self.unshard(local.movedim(dims, (0, 1))).movedim((0, 1), dims).contiguous()
+        if local.dim() and local.size(0) == shape.numel():
+            return self.unshard(local.reshape(*shape, *local.shape[1:])).flatten(0, 1)
+        return None
+
 
 def main_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """What a model is called with: token ids (B, S), or embeddings (B, S, E)."""

@@ -282,7 +282,8 @@ class FirstBatch:
         sizes = [getattr(holder, name, None) for holder in holders for name in _MULTIPLES]
         multiple = math.lcm(*(size for size in sizes if type(size) is int and 0 < size <= _LARGEST_WINDOW))
         row_tokens = self._row_tokens()
-        return cut_batch(inputs, row_tokens, at_targets=loss.config.shared_prefix, multiple=multiple)
+        keys: dict[str, Any] = {"at_targets": loss.config.shared_prefix, "per_row": loss.sharding.reading.per_row}
+        return cut_batch(inputs, row_tokens, multiple=multiple, **keys)
 
     def _row_tokens(self) -> int:
         """Tokens of a row for which no rank is idle, and no window or chunk is longer."""
@@ -312,7 +313,12 @@ def _num_tokens(batch: Mapping[str, Any], images: Set[str]) -> int:
 
 
 def cut_batch(
-    inputs: Mapping[str, Any], row_tokens: int, *, at_targets: bool = False, multiple: int = 1
+    inputs: Mapping[str, Any],
+    row_tokens: int,
+    *,
+    at_targets: bool = False,
+    multiple: int = 1,
+    per_row: Set[str] = frozenset(),
 ) -> dict[str, Any]:
     """The batch with at most `row_tokens` tokens of each row, but at least _TOKENS in all rows and _ROW in each, and of
     a multiple of `multiple`.
@@ -320,7 +326,7 @@ def cut_batch(
     at_targets: around the first target, even where there is an edge: rows of one prompt begin alike there.
 
     Tensors (B, S, ...) lose tokens, the same ones where their S is the same. Lengths of packed documents are counted
-    anew. All else stays.
+    anew. All else stays, as the tensors `per_row` do.
     """
     positions: Any = inputs.get("position_ids")
     has_rows = isinstance(positions, Tensor) and positions.dim() == 3  # (3 or 4, B, S), of M-RoPE
@@ -329,7 +335,7 @@ def cut_batch(
     cut = dict(inputs)
     sizes: dict[int, list[str]] = {}
     for name, value in inputs.items():
-        if isinstance(value, Tensor) and value.dim() >= 2:
+        if isinstance(value, Tensor) and value.dim() >= 2 and name not in per_row:
             sizes.setdefault(value.size(1), []).append(name)
     for seq_len, names in sizes.items():
         rows = max(inputs[name].size(0) for name in names)

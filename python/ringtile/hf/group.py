@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 import ringtile
 from ringtile.checksum import checksum
 from ringtile.derivatives import gradients
-from ringtile.errors import ConfigError, InputError, PeerLostError, RingMismatchError, with_kind
+from ringtile.errors import ConfigError, InputError, PeerLostError, RefusedError, RingMismatchError, with_kind
 from ringtile.hf.masks import read
 from ringtile.transport.agreement import PeerGoneError
 from ringtile.transport.groups import backend_name, transport_of
@@ -182,6 +182,19 @@ class ContextParallelGroup:
     def mean(self, value: Tensor) -> Tensor:
         """The mean of a tensor over the group, the same bits on all ranks; of equal ones, these. A collective."""
         return (self.sum(value.double()) / self.size).to(value.dtype)
+
+    def check_same(self, what: str, value: Tensor) -> Tensor:
+        """The tensor; RefusedError, on all ranks of the group, if it differs between them by more than rounding. A
+        collective."""
+        x = value.detach().double()
+        eps = torch.finfo(value.dtype).eps ** 0.5 if value.is_floating_point() else 0.0
+        differs = (x - self.mean(x)).abs().sum() > eps * x.abs().sum()
+        if bool(self.sum(differs.long())):
+            raise RefusedError(
+                f"{what} {tuple(value.shape)} differs between the ranks that share a sequence; expected a tensor made "
+                f"of whole rows: compute it in the loss, from outputs that have an entry for each token"
+            )
+        return value
 
     def largest_of_all(self, *numbers: int) -> list[int]:
         """The largest of each number over all ranks of the world. A collective of the world."""

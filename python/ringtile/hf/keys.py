@@ -40,6 +40,7 @@ KEYS = {
     "output_attentions": Key(output=True, refused="attention weights are never formed"),
     "logits_to_keep": Key(output=True, refused="the last positions lie on one rank"),
 }
+OWN = "name it in per_token or per_row, if it has an entry for each token (B, S, ...) or each row (B, ...)"  # advice
 PADDING = {name: key.padding for name, key in KEYS.items() if key.padding is not None}
 DOCUMENTS = frozenset(name for name, key in KEYS.items() if key.documents)
 LOSS = frozenset(name for name, key in KEYS.items() if key.loss)

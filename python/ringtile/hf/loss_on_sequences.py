@@ -30,11 +30,13 @@ from ringtile.hf.batch import ShardedBatch, activate, active, active_batch, main
 from ringtile.hf.features import stream
 from ringtile.hf.gradients import refuse_inside_loss
 from ringtile.hf.group import exchanged
+from ringtile.hf.keys import OWN
 from ringtile.hf.loss import ShardedLoss
+from ringtile.hf.reading import Reading
 from ringtile.tiled.tiles import at_most
 
 # Outputs with an entry per token, (B, N, ...). The outputs of TRL's fused head have one per predicted token: S - 1.
-_PER_TOKEN = {"logits", "last_hidden_state", "hidden_states"}
+_PER_TOKEN = {"logits", "last_hidden_state", "hidden_states", "router_logits"}
 _PER_TARGET = {"log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask"}
 _OF_IMAGES = {"image_hidden_states", "rope_deltas"}  # of whole sequences, before the language model
 # Keys of TRL's batches that models receive and ignore.
@@ -238,7 +240,7 @@ class UnshardedOutputs:
             elif key == "loss" and value is not None and batch.sequence.world_size > 1:
                 outputs[key] = exchanged(value, self._group.sum, self._group.sum)
             elif key not in self._whole:
-                outputs[key] = _unshard(batch, name, key, value)
+                outputs[key] = _unshard(batch, self._loss.sharding.reading, name, key, value)
             self._watch(outputs[key])
         return outputs
 
@@ -264,23 +266,25 @@ def named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _unshard(batch: ShardedBatch, model: str, name: str, value: Any) -> Any:
+def _unshard(batch: ShardedBatch, reading: Reading, model: str, name: str, value: Any) -> Any:
     """One output of the model, unsharded. Raises RefusedError for an output that is not known to be per token."""
     is_tiled = name == "logits" and not isinstance(value, Tensor)  # these refuse to be read
     if value is None or name in ("aux_loss", "loss") or is_tiled:  # a balancing loss is that of the whole sequence
         return value
-    if name == "hidden_states" and isinstance(value, tuple):
-        return tuple(_unshard(batch, model, name, layer) for layer in value)
-    if name in _PER_TOKEN and isinstance(value, Tensor):
-        return batch.unshard(value)
-    if name == "router_logits" and isinstance(value, tuple):  # of a layer (B N, E)
-        assert batch.token_weights is not None
-        rows = batch.token_weights.size(0)
-        return tuple(batch.unshard(layer.unflatten(0, (rows, -1))).flatten(0, 1) for layer in value)
+    per_token = _PER_TOKEN | reading.per_token
+    if isinstance(value, (tuple, list)) and name in per_token | reading.per_row:
+        return tuple(_unshard(batch, reading, model, name, layer) for layer in value)
+    whole = batch.unshard_output(value) if name in per_token and isinstance(value, Tensor) else None
+    if whole is not None:
+        return whole
+    if name in reading.per_row and isinstance(value, Tensor):
+        assert batch.group is not None
+        return batch.group.check_same(f"{model} returns {name}, which", value)
     if name in _PER_TARGET and isinstance(value, Tensor):
         return batch.unshard(value)[:, :-1]  # the last token predicts nothing
     remedy = ": its pooler has another name; load it with add_pooling_layer=False" if name == "pooler_output" else ""
+    held = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
     raise RefusedError(
-        f"{model} returns {name}, which ringtile does not know how to unshard; expected only "
-        f"loss, {', '.join(sorted(_PER_TOKEN | _PER_TARGET))}{remedy}"
+        f"{model} returns {name} {held}, which ringtile does not know how to unshard; expected only "
+        f"loss, {', '.join(sorted(_PER_TOKEN | _PER_TARGET))}{remedy or f': {OWN}'}"
     )

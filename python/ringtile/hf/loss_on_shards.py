@@ -22,6 +22,7 @@ from ringtile.first_batch.trace import runs_whole
 from ringtile.hf import trainers
 from ringtile.hf.batch import ShardedBatch, active, active_batch
 from ringtile.hf.group import exchanged
+from ringtile.hf.keys import OWN
 from ringtile.hf.loss import ShardedLoss
 from ringtile.hf.model import check_model
 from ringtile.hf.patches import Patches
@@ -170,12 +171,14 @@ class LossOnShards(ShardedLoss):
         return loss, recursively_apply(functools.partial(self._unshard, batch), logits), labels
 
     def _unshard(self, batch: ShardedBatch, output: Tensor) -> Tensor:
-        assert batch.token_weights is not None
-        if output.shape[:2] == batch.token_weights.shape:
-            return batch.unshard(output)
-        if not self.sharding.reading.besides:  # else it is of images, which are whole
+        if (whole := batch.unshard_output(output)) is not None:
+            return whole
+        reading = self.sharding.reading
+        if reading.per_row:
+            return self.group.check_same(f"{type(self.base).__name__} returns a tensor, which", output)
+        if not reading.besides:  # else it is of images, which are whole
             raise RefusedError(
-                f"{type(self.base).__name__} returns a tensor {tuple(output.shape)}; expected the tokens in its second "
-                f"dimension: name its key in ignore_keys"
+                f"{type(self.base).__name__} returns a tensor {tuple(output.shape)}; expected one with its tokens: "
+                f"{OWN}, or its key in ignore_keys"
             )
         return output

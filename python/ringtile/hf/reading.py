@@ -46,6 +46,8 @@ class Reading(NamedTuple):
     shifts_labels: bool = True  # a token predicts the next label, not its own
     layers: Iterable[LayerMask] = ()  # what its layers attend, whose masks torch.compile cannot make
     besides: frozenset[str] = frozenset()  # what it takes besides text, such as images
+    per_token: frozenset[str] = frozenset()  # tensors of the user's (B, S, ...)
+    per_row: frozenset[str] = frozenset()  # and (B, ...)
 
 
 class BatchReader:

@@ -25,7 +25,7 @@ from ringtile.first_batch.trace import ModelCall, running_trace, runs_whole
 from ringtile.hf.batch import ShardedBatch, SharedRows, main_input
 from ringtile.hf.features.trees import share, unfold
 from ringtile.hf.group import ContextParallelGroup
-from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, PADDING, REFUSED, is_scalar, key_of_tree
+from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, KEYS, LAST, OWN, PADDING, REFUSED, is_scalar, key_of_tree
 from ringtile.hf.layers import layer_masks, mixers
 from ringtile.hf.masks import chunks_count, mask_of_batch, read
 from ringtile.hf.model import attends_causally, drops_attention, set_attention, shifts_labels, text_modules
@@ -58,6 +58,12 @@ class Sharding:
         self._shares_rows = shares_rows(trainer)
         self.shares_prefixes = config.shared_prefix
         logs = trainer.args.process_index == 0
+        per_token, per_row = frozenset(config.per_token), frozenset(config.per_row)
+        if twice := (per_token & per_row) | ((per_token | per_row) & KEYS.keys()):
+            raise ConfigError(
+                f"per_token or per_row names {', '.join(sorted(twice))}; expected tensors of your own, each in one of "
+                f"the two"
+            )
         self._reader = BatchReader(base, patches, causal=causal, hybrid=hybrid, logs=logs)
         self.reading = Reading(
             positions_separate=bool(self._reader.separate),
@@ -65,6 +71,8 @@ class Sharding:
             causal=causal,
             shifts_labels=shifts_labels(base),
             layers=frozenset(layer_masks(text, causal)),
+            per_token=per_token,
+            per_row=per_row,
         )
 
     def takes(self, keys: set[str]) -> None:
@@ -177,7 +185,8 @@ def shard_batch(
     and (3 or 4, B, S) become (3 or 4, B, N). `attention_mask` (B, S) and the keys of packed batches become the mask;
     the local `attention_mask` (B, N) is left for code that counts tokens. There are no `shift_labels` where the model
     does not shift. A batch with anything that the model takes besides text stays whole but for its labels: it is
-    sharded inside the model (features/seam.py). chunk_tokens: every shard is of whole chunks of so many.
+    sharded inside the model (features/seam.py). What `reading` calls per token is sharded too, what it calls per row is
+    left whole. chunk_tokens: every shard is of whole chunks of so many.
     on_host: what `masks.read` returned for this batch, if it was called. positions (B, S): the model would make these
     instead of 0, 1, .... rows: of which this batch, of one row, is the tree. Raises RefusedError for a batch whose
     result would differ from one process, MaskNotExpressibleError, InputError.
@@ -198,7 +207,7 @@ def shard_batch(
         )
     targets = "shift_labels" if shifts_labels else "labels"
     given = {name: inputs[name] for name in reading.besides if inputs.get(name) is not None}
-    _refuse(inputs, ({*PADDING, *_GLOBAL} - unknown) | reading.besides)
+    _refuse(inputs, ({*PADDING, *_GLOBAL} - unknown) | reading.besides | reading.per_token | reading.per_row)
     per_token = _per_token(inputs, main, reading, positions)
     on_host = on_host or read(inputs)[0]
     made = (
@@ -233,7 +242,8 @@ def shard_batch(
     for name, tensor in per_token.items():
         dim = tensor.dim() - 1 if name == "position_ids" else 1
         if last is not None:
-            tensor = _padded(tensor, dim, padding, PADDING.get(name, IGNORE_INDEX), last)
+            value = PADDING.get(name, IGNORE_INDEX if "label" in name else LAST)
+            tensor = _padded(tensor, dim, padding, value, last)
         local[name] = sequence.shard(tensor, dim=dim)
     if "attention_mask" not in per_token:
         local["attention_mask"] = (batch.places < seq_len).long().expand(batch_size, -1)
@@ -249,7 +259,7 @@ def shard_batch(
         batch.whole_mask = inputs.get("attention_mask")
         of_rank = {"shift_labels", "attention_mask"}
         local = {name: x for name, x in local.items() if name in inputs or name in of_rank}
-        local |= {name: inputs[name] for name in {*PADDING, *given} - of_rank if name in inputs}
+        local |= {name: inputs[name] for name in {*PADDING, *given, *reading.per_token} - of_rank if name in inputs}
     local["use_cache"] = False
     return local, batch
 
@@ -281,19 +291,26 @@ def _refuse(inputs: Mapping[str, Any], known: set[str]) -> None:
             held = tuple(value.shape) if isinstance(value, Tensor) else f"({type(value).__name__})"
             raise RefusedError(
                 f"the batch holds {name} {held}, which ringtile does not know how to shard; expected "
-                f"only {', '.join(sorted(known))}: leave it out in your data collator"
+                f"only {', '.join(sorted(known))}: {OWN}, or leave it out in your data collator"
             )
 
 
 def _per_token(
     inputs: Mapping[str, Any], main: Tensor, reading: Reading, positions: Tensor | None
 ) -> dict[str, Tensor]:
-    """The global tensors with one entry per token: the keys of PADDING, and labels that are not to be shifted."""
+    """The global tensors with one entry per token: the keys of PADDING, those of the user, and labels that are
+    not to be shifted."""
     batch_size, seq_len = main.shape[:2]
     for name in ("input_ids", "inputs_embeds", "labels", "shift_labels"):
         if inputs.get(name) is not None and inputs[name].shape[:2] != (batch_size, seq_len):
             raise InputError(f"{name} is {tuple(inputs[name].shape)}; expected ({batch_size}, {seq_len}) as the batch")
-    per_token = {name: inputs[name] for name in PADDING if inputs.get(name) is not None}
+    for names, size in ((reading.per_token, (batch_size, seq_len)), (reading.per_row, (batch_size,))):
+        for name in names & inputs.keys():
+            held = getattr(inputs[name], "shape", None)
+            if inputs[name] is not None and (held is None or held[: len(size)] != size):
+                what = type(inputs[name]).__name__ if held is None else tuple(held)
+                raise InputError(f"{name} is {what}; expected ({', '.join(map(str, size))}, ...), as declared")
+    per_token = {name: inputs[name] for name in {*PADDING, *reading.per_token} if inputs.get(name) is not None}
     if "position_ids" not in per_token:
         counted = torch.arange(seq_len, device=main.device)[None]
         per_token["position_ids"] = counted if positions is None else positions.to(main.device)

@@ -6,11 +6,13 @@ two steps is the same on all ranks of a group, as a weight is: they compare it w
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from ringtile.checksum import checksum
-from ringtile.errors import RefusedError
+from ringtile.errors import InputError, RefusedError
 from ringtile.hf.batch import ShardedBatch, active_batch
+from ringtile.stream.attend import running_chunk
 
 _Marks = dict[str, tuple[Tensor, int]]  # of each buffer, how often it was written to
 _BETWEEN, _INSIDE = "the buffers that were written between two steps", "the buffers that were written beside padding"
@@ -77,3 +79,21 @@ def real_tokens() -> Tensor | slice:
         return slice(None)
     batch.told_padding = True
     return batch.places < batch.seq_len
+
+
+def token_positions(num_tokens: int) -> Tensor:
+    """Return where in its row each token stands that a hook or a module of a sharded model sees, int64 (num_tokens,).
+
+    For tables with an entry for each token of a row: `table[:, ringtile.token_positions(x.size(1))]`, x (B, N, ...).
+    0, 1, ..., num_tokens - 1 where nothing is sharded. Padding of ringtile's (`real_tokens`) has the row's last place.
+    Raises InputError for another number of tokens than are here, as in a tile of an MLP; RefusedError for rows that
+    share tokens.
+    """
+    batch, chunk = active_batch(), running_chunk()
+    if batch is not None and batch.rows is not None:
+        raise RefusedError("token_positions: rows share tokens, each with several places; set shared_prefix: false")
+    places = torch.arange(num_tokens) if batch is None else batch.places.clamp(max=batch.seq_len - 1)
+    places = places if batch is None or chunk is None else places[chunk.tokens]
+    if len(places) != num_tokens:
+        raise InputError(f"token_positions of {num_tokens} tokens; {len(places)} of each row are here")
+    return places
