@@ -482,22 +482,87 @@ def test_a_module_is_proven_once_and_again_where_it_changes() -> None:
     few, many = ExpertModules(50), ExpertModules(200)
     assert num_calls(few) == num_calls(many)
 
-    # Another weight, by an optimizer or an engine that replaces them: its gradient is the untiled module's.
-    many.experts[0][0].weight = nn.Parameter(torch.randn(4, 4))
-    tiled_mlp(many, x, 4).sum().backward()
-    expected = torch.autograd.grad(many(x).sum(), many.experts[0][0].weight)[0]
-    torch.testing.assert_close(many.experts[0][0].weight.grad, expected)
-
-    # What mixes tokens, or is sharded on its own, is refused after a first call too.
-    many.experts[1][1].ds_id = 3
-    with pytest.raises(RefusedError, match=r"experts\.1\.1 is sharded by ZeRO-3"):
-        tiled_mlp(many, x, 4)
-    del many.experts[1][1].ds_id
-    tiled_mlp(many, x, 4)
-    many.experts[1][1] = nn.BatchNorm1d(4)
-    with pytest.raises(RefusedError, match=r"experts\.1\.1 is a BatchNorm1d, which mixes tokens"):
-        tiled_mlp(many, x, 4)
     alive = weakref.ref(many)
     del many
     gc.collect()
     assert alive() is None
+
+
+class Changing(ExpertModules):
+    """Computes by whatever its first expert holds."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.register_buffer("shift", torch.ones(()))
+        self.scale = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.shift
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+CHANGES = {
+    "a parameter": lambda m: setattr(m.experts[0][0], "weight", nn.Parameter(torch.randn(4, 4))),
+    "a parameter, by an engine": lambda m: m.experts[0][0]._parameters.update(weight=nn.Parameter(torch.randn(4, 4))),
+    "a parameter gone": lambda m: setattr(m.experts[0][0], "bias", None),
+    "a parameter more": lambda m: m.experts[1][0].register_parameter("more", nn.Parameter(torch.randn(4))),
+    "a parameter shared": lambda m: setattr(m.experts[0][0], "weight", m.experts[1][0].weight),
+    "frozen": lambda m: m.experts[0][0].weight.requires_grad_(False),
+    "numbers of a parameter": lambda m: m.experts[0][0].weight.data.mul_(2),
+    "a buffer": lambda m: setattr(m, "shift", torch.zeros(())),
+    "numbers of a buffer": lambda m: m.shift.mul_(3),
+    "an attribute": lambda m: setattr(m, "scale", 0.5),
+    "a submodule": lambda m: m.experts[0].__setitem__(1, nn.Tanh()),
+    "a submodule with weights": lambda m: m.experts[0].__setitem__(0, nn.Linear(4, 4)),
+    "a submodule more": lambda m: m.experts[0].append(nn.Linear(4, 4)),
+    "a submodule gone": lambda m: m.experts[0].__delitem__(1),
+    "a submodule's class": lambda m: setattr(m.experts[0][0], "__class__", Doubled),
+    "a submodule's forward": lambda m: setattr(m.experts[0][0], "forward", lambda x: x @ m.experts[0][0].weight),
+    "a hook": lambda m: m.experts[0][0].register_forward_hook(lambda *call: call[2] * 2),
+    "a hook before": lambda m: m.experts[0][0].register_forward_pre_hook(lambda _, args: (args[0] * 2,)),
+    "a parametrization": lambda m: nn.utils.parametrizations.weight_norm(m.experts[0][0]),
+    "a mode": lambda m: m.eval(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_after_the_proof_is_in_the_numbers(change) -> None:
+    """Gradients of x and of each weight that the module has by then are the untiled module's."""
+    torch.manual_seed(0)
+    module, x = Changing(), torch.randn(1, 6, 4, requires_grad=True)
+    tiled_mlp(module, x, 4)
+    change(module)
+    out, expected = tiled_mlp(module, x, 4), module(x)
+    torch.testing.assert_close(out, expected)
+    wanted = [x, *(each for each in module.parameters() if each.requires_grad)]
+    dout = torch.randn_like(expected)
+    grads = [torch.autograd.grad(y, wanted, dout, allow_unused=True, materialize_grads=True) for y in (out, expected)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: setattr(m.experts[1][1], "ds_id", 3), r"experts\.1\.1 is sharded by ZeRO-3"),
+        (lambda m: setattr(m.experts[1][1], "expert_capacity", 3), r"1\.1 drops tokens"),
+        (lambda m: m.experts[1].__setitem__(1, nn.BatchNorm1d(4)), r"1\.1 is a BatchNorm1d"),
+        (
+            lambda m: setattr(m.experts[1][1], "view", torch.ones(1, requires_grad=True)),
+            "holds a weight that is not",
+        ),
+        (
+            lambda m: setattr(m.experts[1][1], "__class__", type("FSDPModule", (nn.SiLU,), {})),
+            "sharded by FSDP2",
+        ),
+    ],
+)
+def test_a_change_after_the_proof_is_refused_too(change, words) -> None:
+    module, x = ExpertModules(3), torch.randn(1, 6, 4)
+    tiled_mlp(module, x, 4)
+    change(module)
+    with pytest.raises(RefusedError, match=words):
+        tiled_mlp(module, x, 4)

@@ -11,8 +11,9 @@ Shape letters: B batch, N tokens, T = B*N tokens flattened, E hidden size.
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -75,10 +76,12 @@ def run_tiles(
 
 def _check_memory(x: Tensor, work: Work) -> None:
     """InputError: a weight was freed, or is not where x is."""
-    weights: Any = enumerate(work.weights)
+    weights: Any = work.weights
     if not isinstance(work, GluTiles):  # torch's own ops read them, of hundreds of experts: at a glance
-        weights = [(i, x) for i, x in weights if type(x) is not nn.Parameter or is_wrapped(x) or not x.data_ptr()]
-    for index, weight in weights:
+        plain = set(map(type, weights)) <= {nn.Parameter} and not any(map(is_wrapped, weights))
+        if plain and all(map(Tensor.data_ptr, weights)):
+            return
+    for index, weight in enumerate(weights):
         if weight is not None:
             arguments.check_storage(f"weight {index} of the module", weight)
             if isinstance(work, GluTiles) or weight.device.type == "meta":
@@ -94,7 +97,7 @@ class ModuleTiles:
         forward: Callable[..., Any],
         x: Tensor,
         tile_tokens: int,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Iterable[tuple[str, nn.Parameter]],
     ) -> None:
         self.replay, self.tile_tokens = Replay(module, forward, x, parameters), tile_tokens
         self.weights: tuple[Tensor | None, ...] = self.replay.weights
@@ -156,28 +159,30 @@ class _Proof:
     def __init__(self, module: nn.Module) -> None:
         check_parts(module)
         parts, named = list(module.modules()), dict(module.named_parameters())
-        self.num_parts = len(parts)
-        self._parts, self._named = [weakref.ref(x) for x in parts], [(n, weakref.ref(x)) for n, x in named.items()]
-        self._stamp = _stamp(parts)
+        self.num_parts, self._stamp = len(parts), _stamp(parts)
+        self._gone: list[weakref.ref[Any]] = []  # a new object may have the id of one that is gone
+        self._parts = [weakref.ref(part, self._gone.append) for part in parts]
+        self._names, self._parameters = [*named], [weakref.ref(x, self._gone.append) for x in named.values()]
 
     def holds(self) -> bool:
         """Return whether parts and parameters are the same objects, of the same classes, with as many attributes."""
-        parts = [part for ref in self._parts if (part := ref()) is not None]
-        alive = len(parts) == len(self._parts) and len(self.parameters()) == len(self._named)
-        return alive and _stamp(parts) == self._stamp
+        parts: list[Any] = [ref() for ref in self._parts]
+        return not self._gone and _stamp(parts) == self._stamp
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, ref in self._named if (parameter := ref()) is not None}
+    def parameters(self) -> Iterable[tuple[str, Any]]:
+        """Return (name, parameter) of each, if it holds."""
+        return zip(self._names, [ref() for ref in self._parameters], strict=True)
 
 
 _proofs: weakref.WeakKeyDictionary[nn.Module, _Proof] = weakref.WeakKeyDictionary()
+_inside = operator.itemgetter("_modules", "_parameters")
 
 
 def _stamp(parts: Sequence[nn.Module]) -> list[object]:
-    """Return what an engine, an adapter or a user that changes a module changes: cheap, for hundreds of parts."""
-    held = [vars(part) for part in parts]
-    inside = [(x["_modules"].values(), x["_parameters"].values()) for x in held]
-    return [*map(type, parts), *map(len, held), *map(id, chain.from_iterable(chain.from_iterable(inside)))]
+    """Return what an engine, an adapter or a user that changes a module changes: a few calls in C for each part."""
+    held = list(map(vars, parts))
+    inside = chain.from_iterable(map(_inside, held))
+    return [*map(type, parts), *map(len, held), *map(id, chain.from_iterable(map(dict.values, inside)))]
 
 
 _SHARDED = {"FSDPModule": "FSDP2", "FullyShardedDataParallel": "FSDP1"}  # by name, to avoid the imports

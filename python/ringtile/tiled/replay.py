@@ -13,7 +13,7 @@ hooks, DDP and FSDP see an ordinary parameter. There are two nodes because a non
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -109,7 +109,7 @@ class RandomState:
 class Replay:
     """A module, and what must be as it was when it runs again: its forward, autocast, and which weights are trained.
 
-    parameters: module's by name, if the caller knows them.
+    parameters: module's, with their names, if the caller knows them.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class Replay:
         module: nn.Module,
         forward: Callable[..., Any],
         x: Tensor,
-        parameters: Mapping[str, nn.Parameter] | None = None,
+        parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
     ) -> None:
         self.call = _Call(module, forward)
-        named = module.named_parameters() if parameters is None else parameters.items()
-        parameters = {f"module.{name}": p for name, p in named if p.requires_grad}
-        self.names = tuple(parameters)
-        self.weights: tuple[Tensor, ...] = tuple(parameters.values())
+        named = module.named_parameters() if parameters is None else parameters
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self.names = [name for name, _ in trained]
+        self.weights: tuple[Tensor, ...] = tuple([parameter for _, parameter in trained])
         device_type = x.device.type
         self.autocast: dict[str, Any] = {
             "device_type": device_type,
@@ -146,7 +146,9 @@ class Again:
     def __init__(self, replay: Replay, weights: Sequence[Tensor]) -> None:
         self._call, self._autocast = replay.call, replay.autocast
         # Leaves that share the weights' storage: hooks on the parameters must see the sum, not each part's gradient.
-        self._leaves = {name: w.detach().requires_grad_() for name, w in zip(replay.names, weights, strict=True)}
+        self._leaves = {
+            f"module.{name}": w.detach().requires_grad_() for name, w in zip(replay.names, weights, strict=True)
+        }
         self._sums = WeightGradSums(tuple(self._leaves.values()), [None] * len(weights))
         self.grads: Sequence[Tensor | None] = self._sums.sums
 
