@@ -217,6 +217,22 @@ def test_batch_that_cannot_be_sharded_is_named(extra, error, words):
     assert words in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"cu_seq_lens_q": torch.tensor([0, 5, 12])},
+        {"seq_idx": torch.tensor([[0] * 5 + [1] * 7])},
+        {"attention_mask": torch.tensor([[1] * 5 + [2] * 7])},
+    ],
+    ids=lambda named: next(iter(named)),
+)
+def test_positions_are_free_beside_what_names_documents(named):
+    jumps = torch.tensor([[0, 1, 50, 51, 2, 9, 10, 3, 4, 4, 70, 71]])
+    shards = _shard({"input_ids": _ids(1, 12), "position_ids": jumps, **named})
+    assert shards[0][1].sequence.mask == ringtile.IntervalMask.documents([5, 7])
+    assert torch.equal(_unshard(shards, "position_ids"), jumps)
+
+
 def test_cu_seq_lens_of_queries_and_keys_must_agree():
     batch = {"input_ids": _ids(1, 8), "cu_seq_lens_q": torch.tensor([0, 8]), "cu_seq_lens_k": torch.tensor([0, 3, 8])}
     with pytest.raises(ringtile.InputError, match="differ"):

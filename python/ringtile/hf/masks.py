@@ -2,8 +2,8 @@
 
 The rule is transformers' own: with an `attention_mask` (B, S), position ids do not separate documents; without one, a
 document starts wherever `position_ids` do not continue by one, if the model looks at them
-(`reading.positions_separate`). `cu_seq_lens_*`, `seq_idx` and document ids in the attention mask always separate
-documents; each of them narrows the mask.
+(`reading.positions_separate`). `cu_seq_lens_*`, `seq_idx` and document ids 1, 2, ... in the attention mask always
+separate documents; each of them narrows the mask, and beside them positions are free: they may jump or start again.
 
 Shape letters: B batch, S global tokens.
 """
@@ -58,6 +58,8 @@ def mask_of_batch(
     masks = []
     attention_mask, position_ids = inputs.get("attention_mask"), documents_of(inputs.get("position_ids"))
     cu_seq_lens = _cu_seq_lens(inputs)
+    if cu_seq_lens is not None or inputs.get("seq_idx") is not None:  # these name documents: positions are free
+        position_ids = None
     is_one_document = (
         attention_mask is not None
         and attention_mask.shape == (batch_size, seq_len)
@@ -67,8 +69,7 @@ def mask_of_batch(
     if is_one_document:
         return IntervalMask.whole(seq_len, causal)
     if attention_mask is not None:
-        begins = _begins(cu_seq_lens, inputs.get("seq_idx"), seq_len)
-        masks.append(_of_attention_mask(attention_mask, position_ids, begins, batch_size, seq_len, causal))
+        masks.append(_of_attention_mask(attention_mask, position_ids, batch_size, seq_len, causal))
     elif position_ids is not None and positions_separate:
         masks.append(IntervalMask.from_position_ids(position_ids, causal))
     if cu_seq_lens is not None:
@@ -132,19 +133,9 @@ def chunks_count(inputs: Mapping[str, Any], seq_len: int, positions_separate: bo
     return places if attention_mask is None else _one_row(places - (attention_mask.cumsum(1) == 0).sum(1, keepdim=True))
 
 
-def _begins(cu_seq_lens: Tensor | None, seq_idx: Tensor | None, seq_len: int) -> Tensor:
-    """bool (B or 1, S - 1): the tokens behind the first with which a document begins, by what names documents."""
-    begins = torch.zeros(1, max(seq_len - 1, 0), dtype=torch.bool)
-    if cu_seq_lens is not None:
-        inner = cu_seq_lens.flatten().long()
-        begins[0, inner[(inner > 0) & (inner < seq_len)] - 1] = True
-    return begins if seq_idx is None else begins | (seq_idx.diff(dim=1) != 0)
-
-
 def _of_attention_mask(
     attention_mask: Tensor,
     position_ids: Tensor | None,
-    begins: Tensor,
     batch_size: int,
     seq_len: int,
     causal: bool,
@@ -157,14 +148,14 @@ def _of_attention_mask(
     if attention_mask.shape != (batch_size, seq_len):
         raise InputError(f"attention_mask is {tuple(attention_mask.shape)}; expected ({batch_size}, {seq_len})")
     ids = attention_mask.to(torch.int64)
-    if position_ids is not None and seq_len > 1:
+    if position_ids is not None and bool((ids < 2).all()):  # else they name documents
         restarts = position_ids.diff(dim=1) < 1  # ids that jump forward, as in PoSE, separate nothing beside a mask
         same_document = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] > 0)
-        if bool((restarts & same_document & ~begins).any()):
+        if bool((restarts & same_document).any()):
             raise RefusedError(
                 "position_ids restart where attention_mask does not start a document, and transformers' backends "
                 "disagree on whether that separates documents. Remove attention_mask to pack documents, or give "
-                "document ids 1, 2, ... in attention_mask, or position_ids that continue"
+                "document ids 1, 2, ... in attention_mask, or seq_idx, beside which positions are free"
             )
     return _documents(ids, causal)
 

@@ -1,0 +1,79 @@
+"""Positions that jump inside documents, and batches that workers draw: as in one process."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hf_training import Padded, assert_equal_training, packed, train
+from pool import run_ranks
+
+ALONE: dict[str, Any] = {"evaluate": False, "max_steps": 2, "gradient_accumulation_steps": 1}
+
+
+def _positions(row: dict[str, Any]) -> torch.Tensor:
+    """Those of one document: a prompt that is skipped, a jump, and a copy of the first tokens' positions."""
+    places = torch.arange(len(row["input_ids"]))
+    return torch.where(places < 4, places, places + 9).where(places < 6, places - 6)
+
+
+def apart(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A row for each document. A mask of zeros and ones says that each is one, so transformers joins none."""
+    batch = Padded()(rows)
+    positions = torch.zeros_like(batch["input_ids"])
+    for i, row in enumerate(rows):
+        positions[i, : len(row["input_ids"])] = _positions(row)
+    return batch | {"position_ids": positions}
+
+
+def joined(rows: list[dict[str, Any]], name: str) -> dict[str, torch.Tensor]:
+    """All documents in one row, each named."""
+    batch = packed(rows)
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    numbers = torch.arange(len(rows)).repeat_interleave(lengths)[None]
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    named = {"seq_idx": numbers, "attention_mask": numbers + 1, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    kept = {key: named[key] for key in named if key.startswith(name)}
+    return batch | kept | {"position_ids": torch.cat([_positions(row) for row in rows])[None]}
+
+
+def by_seq_idx(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return joined(rows, "seq_idx")
+
+
+def by_ids(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return joined(rows, "attention_mask")
+
+
+def by_ends(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return joined(rows, "cu_seq_lens")
+
+
+@pytest.mark.parametrize("collator", [by_seq_idx, by_ids, by_ends])
+def test_positions_that_jump_and_start_again_are_free(collator: Any) -> None:
+    """Against one process with a row for each document, which knows nothing of packing."""
+    model: dict[str, Any] = {"learning_rate": 0.01}
+    expected = train(None, collator=apart, **ALONE, **model)
+    keys = {"context_parallel_size": 2, "first_batch_check": "require"}
+    for run in run_ranks(2, train, keys, collator=collator, **ALONE, **model):
+        assert_equal_training(run, expected)
+
+
+def drawing(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Masks tokens by the generators that collators use."""
+    batch = Padded()(rows)
+    shape = batch["input_ids"].shape
+    hit = (torch.rand(shape) < 0.3) | torch.tensor(random.random() < 0.2)
+    return batch | {
+        "input_ids": batch["input_ids"].masked_fill(hit, 2),
+        "labels": batch["labels"].masked_fill(~hit, -100),
+    }
+
+
+@pytest.mark.parametrize(("ranks", "processes"), [(2, 1), (4, 2)])
+def test_what_workers_draw_is_that_of_one_process(ranks: int, processes: int) -> None:
+    """Two workers of each process; with two groups, those of two processes."""
+    options = {"collator": drawing, "dataloader_num_workers": 2, **ALONE, "max_steps": 4}
+    alone = train(None, **options) if processes == 1 else run_ranks(processes, train, None, **options)[0]
+    for run in run_ranks(ranks, train, {"context_parallel_size": 2}, **options):
+        assert_equal_training(run, alone)
