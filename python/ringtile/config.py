@@ -116,6 +116,8 @@ class Config(Section):
     """Selects what `ringtile.enable` turns on. The defaults ask for nothing, and nothing is replaced.
 
     - context_parallel_size: ranks that share one sequence; 1 is off.
+    - dynamic_context_parallel: the rows of as many processes are one packed row, of whose documents each is on as many
+      ranks as balance needs; without context_parallel_size, of all processes.
     - layout: who holds which tokens; auto is zigzag for one document a row, balanced for more.
     - context_parallel_scheme: how those ranks share the work of attention: ring, all_gather, ulysses, usp, usp:M, auto.
     - keep_attention: whether checkpointed layers keep what attention and recurrences gave; auto: in a tenth of the
@@ -134,7 +136,8 @@ class Config(Section):
     """
 
     context_parallel_size: Count = 1
-    layout: Literal["auto", "zigzag", "contiguous", "striped", "per_document", "balanced"] = "auto"
+    dynamic_context_parallel: bool = False
+    layout: Literal["auto", "zigzag", "contiguous", "striped", "per_document", "balanced", "whole_documents"] = "auto"
     context_parallel_scheme: str = "ring"
     keep_attention: bool | Literal["auto"] = "auto"
     latents: bool = True
@@ -153,6 +156,8 @@ class Config(Section):
     def __post_init__(self) -> None:
         if self.reproducible:
             self._take_same_bits()
+        if self.dynamic_context_parallel and self.shared_prefix:
+            raise ConfigError("dynamic_context_parallel and shared_prefix are true; expected one of the two")
         try:
             scheme = Scheme.parse(self.context_parallel_scheme)
             if "context_parallel_size" in self.given:  # else accelerate's ParallelismConfig may give it
@@ -180,7 +185,7 @@ class Config(Section):
         for name in _IN_CHUNKS:
             if not getattr(self, name):
                 raise ConfigError(f"reproducible is true and {name} is not; expected {name}: true, in the same chunks")
-        for name in ("shared_prefix", "activation_offloading"):
+        for name in ("shared_prefix", "activation_offloading", "dynamic_context_parallel"):
             if getattr(self, name):
                 raise ConfigError(f"reproducible and {name} are true, not shown to be exact; expected one of the two")
         if (size := self.context_parallel_size) & (size - 1):

@@ -182,3 +182,44 @@ def test_a_chunk_longer_than_the_sequence_is_the_sequence() -> None:
 def test_the_op_refuses_what_it_cannot_deal(num_keys: Tensor | None, ranks: int, chunk: int, message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         ops.balance(*IntervalMask.causal(8).bounds, num_keys, ranks, chunk)
+
+
+def cut_documents(layout: Layout, lengths: list[int]) -> list[int]:
+    """The lengths of the documents that several ranks hold."""
+    owners = torch.empty(layout.seq_len, dtype=torch.int64)
+    for rank in range(layout.world_size):
+        owners[layout.positions(rank)] = rank
+    of_each = torch.split(owners, lengths)
+    return [len(ranks) for ranks in of_each if len(ranks) and bool((ranks != ranks[0]).any())]
+
+
+def test_documents_that_fit_stay_whole() -> None:
+    """Those of a sixteenth of a rank's share, of 30 random packings of 65536 tokens; longer ones where balance lets
+    them."""
+    rng, cut_by_balanced, cut = random.Random(2), 0, 0
+    for _ in range(30):
+        lengths = random_packing(65536, rng)
+        mask = IntervalMask.documents(lengths)
+        layout, balanced = Layout.whole_documents(mask, 8), Layout.balanced(mask, 8)
+        assert imbalance(mask, layout) <= 1.05
+        assert max(layout.local_len(rank) for rank in range(8)) <= 1.05 * 65536 / 8
+        of_layout = cut_documents(layout, lengths)
+        assert all(length > 65536 / 8 / 16 for length in of_layout)
+        assert traveling(mask, layout) <= traveling(mask, balanced)
+        cut, cut_by_balanced = cut + len(of_layout), cut_by_balanced + len(cut_documents(balanced, lengths))
+    assert cut <= 0.6 * cut_by_balanced
+
+
+def test_what_one_rank_holds_whole_is_not_sent() -> None:
+    mask = IntervalMask.documents([100] * (64 * 80))
+    layout = Layout.of_mask("whole_documents", mask, 64)
+    assert traveling(mask, layout) == 0
+    assert imbalance(mask, layout) <= 1.05
+
+
+@given(st.integers(1, 6), st.data())
+def test_cuts_at_documents_cost_little_balance(world_size: int, data: st.DataObject) -> None:
+    lengths = [2 * world_size, *data.draw(document_lengths(data.draw(st.integers(1, 60))))]
+    mask = IntervalMask.documents(lengths, causal=data.draw(st.booleans()))
+    layout, balanced = Layout.whole_documents(mask, world_size), Layout.balanced(mask, world_size)
+    assert imbalance(mask, layout) <= max(1.05, imbalance(mask, balanced))

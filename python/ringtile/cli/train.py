@@ -107,9 +107,10 @@ def train(recipe: Recipe) -> dict[str, Any]:
     if dist.is_initialized():
         dist.destroy_process_group()
     logs = [log for log in history if "loss" in log]
+    size = 1 if recipe.ringtile.dynamic_context_parallel else recipe.ringtile.context_parallel_size
     return {
         "world_size": args.world_size,
-        "data_parallel_size": args.world_size // recipe.ringtile.context_parallel_size,
+        "data_parallel_size": args.world_size // size,
         "steps": [log["step"] for log in logs],
         "losses": [log["loss"] for log in logs],
         "grad_norms": [log["grad_norm"] for log in logs],

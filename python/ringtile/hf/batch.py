@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,13 @@ from ringtile.sequence.sharded import ShardedSequence
 
 @dataclass(eq=False)
 class SharedRows:
-    """Rows that one row holds as a tree (features/trees.py)."""
+    """Rows that one row holds as a tree (features/trees.py), or one after another (features/dynamic.py)."""
 
-    places: Tensor  # int64 (B, S): of each token of the rows, in the tree; -1: padding
+    is_tree: ClassVar[bool] = True
+    places: Tensor  # int64 (B, S): of each token of the rows, in the one row; -1: padding
     parents: list[int] = field(default_factory=list)  # of each node, as IntervalMask.tree takes them
     lengths: list[int] = field(default_factory=list)
+    count_chunks: Callable[[], Tensor] | None = None  # as ShardedBatch has it
 
     @functools.cached_property
     def num_rows(self) -> Tensor:
@@ -92,7 +94,7 @@ class ShardedBatch:
         """The sequence as a layer sees it. torch.compile cannot make its mask: a call outside must have done so."""
         if layer.chunk is None:
             return self.sequence.with_window(layer.window, layer.causal)
-        if self.rows is not None or self.sequence.mask.key_begin is not None:
+        if (self.rows is not None and self.rows.is_tree) or self.sequence.mask.key_begin is not None:
             raise RefusedError(
                 "a layer attends in chunks, which are counted over rows; expected full or sliding attention for a tree "
                 "of tokens: set shared_prefix: false"

@@ -22,7 +22,7 @@ from ringtile.errors import RefusedError
 from ringtile.hf import model
 from ringtile.hf.batch import forget_checkpoints, keep_in_checkpoints
 from ringtile.hf.feature import Enabled
-from ringtile.hf.features import adapters, balancing_loss, latents, means, recurrent, seam, towers
+from ringtile.hf.features import adapters, balancing_loss, dynamic, latents, means, recurrent, seam, towers
 from ringtile.hf.features.dropout import Draws
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.gradients import make_whole_for_hooks, refuse_compression
@@ -87,6 +87,8 @@ class ShardedLoss(abc.ABC):
             self._same_tiles_of_head()
         if self.group.size > 1:
             self.groups.install()
+            if self.config.dynamic_context_parallel:
+                dynamic.batch_rows_of(self.group.size, self.trainer, self.patches)
             SameWeights(self.trainer, self.group).install(self.patches)
         self.install_loss()
 

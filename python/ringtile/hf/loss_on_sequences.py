@@ -235,7 +235,7 @@ class UnshardedOutputs:
         if not isinstance(outputs, dict):
             raise RefusedError(f"{name} returns a {type(outputs).__name__}; expected return_dict=True")
         for key, value in list(outputs.items()):
-            if key == "loss" and batch.rows is not None:
+            if key == "loss" and batch.rows is not None and batch.rows.is_tree:
                 outputs[key] = None  # a sum over tokens that are of several rows, once each
             elif key == "loss" and value is not None and batch.sequence.world_size > 1:
                 outputs[key] = exchanged(value, self._group.sum, self._group.sum)

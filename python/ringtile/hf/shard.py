@@ -23,6 +23,7 @@ from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, MaskNotExpressibleError, RefusedError
 from ringtile.first_batch.trace import ModelCall, running_trace, runs_whole
 from ringtile.hf.batch import ShardedBatch, SharedRows, main_input
+from ringtile.hf.features.dynamic import join
 from ringtile.hf.features.trees import share, unfold
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, KEYS, LAST, OWN, PADDING, REFUSED, is_scalar, key_of_tree
@@ -31,7 +32,7 @@ from ringtile.hf.masks import chunks_count, mask_of_batch, read
 from ringtile.hf.model import attends_causally, drops_attention, set_attention, shifts_labels, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.hf.reading import BatchReader, Reading, positions_separate
-from ringtile.hf.trainers import shares_rows
+from ringtile.hf.trainers import needs_full_sequences, shares_rows
 from ringtile.hf.written import Written
 from ringtile.sequence.layout import PADDED_LIKE, Layout, resolved
 from ringtile.sequence.rounds import to_device
@@ -55,8 +56,11 @@ class Sharding:
         text, causal, hybrid = base.config.get_text_config(), attends_causally(base), bool(mixers(text_modules(base)))
         # States are passed from stretch to stretch, of which a balanced layout makes many.
         self._layout = resolved(config.layout) if hybrid else config.layout
+        if config.dynamic_context_parallel and self._layout == "auto":
+            self._layout = "whole_documents"
         self._shares_rows = shares_rows(trainer)
         self.shares_prefixes = config.shared_prefix
+        self._keeps_padding = needs_full_sequences(trainer) and not self._shares_rows  # a user's loss may read it
         logs = trainer.args.process_index == 0
         per_token, per_row = frozenset(config.per_token), frozenset(config.per_row)
         if twice := (per_token & per_row) | ((per_token | per_row) & KEYS.keys()):
@@ -104,10 +108,15 @@ class Sharding:
                 )
             given, rows = share(given, given.get("position_ids", positions), self._chunk_tokens())
             positions = None
+        elif self._config.dynamic_context_parallel and not is_tree and not whole:
+            given, rows = join(given, on_host, self.reading, positions, keeps_padding=self._keeps_padding)
+            positions = positions if rows is None else None
+        # Documents that a rank holds whole prove nothing of how ranks share them.
+        layout = "per_document" if proves and self._layout == "whole_documents" else self._layout
         local, batch = shard_batch(
             given,
             self.reading,
-            layout=self._layout,
+            layout=layout,
             group=None if whole else self._group.process_group,
             scheme="ring" if whole else self._config.context_parallel_scheme,
             chunk_tokens=self._chunk_tokens(),
@@ -229,7 +238,9 @@ def shard_batch(
         places=to_device(sequence.layout.positions(sequence.rank), main.device),
         count_chunks=functools.partial(
             chunks_count, {name: on_host.get(name) for name in DOCUMENTS}, seq_len, reading.positions_separate
-        ),
+        )
+        if rows is None
+        else rows.count_chunks,
         chunk_tokens=chunk_tokens,
         rows=rows,
         documents=documents,

@@ -18,8 +18,8 @@ from ringtile.errors import ConfigError, InputError
 from ringtile.first_batch.compare import Comparison
 from ringtile.hf import model, trainers
 from ringtile.hf.feature import Enabled
-from ringtile.hf.features import loss, mlp, norm, offload, recurrent, stream, trees
-from ringtile.hf.features.rollouts import LossOnRollouts, generates
+from ringtile.hf.features import dynamic, loss, mlp, norm, offload, recurrent, stream, trees
+from ringtile.hf.features.rollouts import LossOnRollouts
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.group import deepspeed_shards_sequences, failures_told
 from ringtile.hf.liger import apply_liger
@@ -46,7 +46,7 @@ class _Session(NamedTuple):
 
 
 # Whether a sequence is sharded or not.
-FEATURES = tuple(each.FEATURE for each in (stream, mlp, norm, loss, offload, trees))
+FEATURES = tuple(each.FEATURE for each in (stream, mlp, norm, loss, offload, trees, dynamic))
 _VARIABLE = "RINGTILE_CONFIG"
 _USES = ("train", "evaluate", "predict")  # methods that an enabled Trainer runs otherwise
 _SESSION = "_ringtile_session"  # the attribute of an enabled Trainer, and of its model, that holds its _Session
@@ -165,6 +165,8 @@ def _with_size(config: Config, trainer: Trainer) -> Config:
     """
     parallelism, size = trainer.accelerator.parallelism_config, config.context_parallel_size
     theirs = parallelism.cp_size if parallelism is not None and parallelism.cp_enabled else size
+    if config.dynamic_context_parallel and size == theirs == 1 and "context_parallel_size" not in config.given:
+        theirs = trainer.args.world_size // trainer.get_tp_size()
     if "context_parallel_size" not in config.given:
         return Config(**config.given, context_parallel_size=theirs)
     if size != theirs:
@@ -203,7 +205,7 @@ def _shard(run: Enabled, patches: Patches) -> ShardedLoss:
     """Makes the Trainer compute its loss on sharded sequences."""
     trainers.check_trainer(run.trainer)
     kind = LossOnSequences if trainers.needs_full_sequences(run.trainer) else LossOnShards
-    sharded: ShardedLoss = (LossOnRollouts if generates(run.trainer) else kind)(run, patches)
+    sharded: ShardedLoss = (LossOnRollouts if trainers.generates(run.trainer) else kind)(run, patches)
     sharded.install()
     return sharded
 

@@ -49,6 +49,11 @@ def shares_rows(trainer: Trainer) -> bool:
     return home(trainer, "compute_loss").__module__ in _SHARE_ROWS
 
 
+def generates(trainer: Trainer) -> bool:
+    """Whether it samples completions as TRL's GRPOTrainer does."""
+    return hasattr(trainer, "_generate_single_turn") and hasattr(trainer, "_generate_and_score_completions")
+
+
 def home(trainer: Trainer, method: str) -> type:
     """The class that defines a method. For a method set on the instance: the type of that function."""
     if method in vars(trainer):

@@ -28,7 +28,8 @@ _MAX_SEARCHED = 2**22  # positions that are listed to name a wrong one
 # The layouts that follow from S and W alone, with the chunks of a rank: what W is multiplied by to pad a sequence.
 CHUNKS_PER_RANK = {"contiguous": 1, "zigzag": 2, "striped": 1}
 # The layouts that depend on the mask, and the one whose multiple a sequence is padded to for them.
-PADDED_LIKE = {"per_document": "zigzag", "balanced": "contiguous"}
+PADDED_LIKE = {"per_document": "zigzag", "balanced": "contiguous", "whole_documents": "contiguous"}
+_UNEVEN = 1.05  # the most tokens, and work, of a rank over the mean where documents stay whole
 
 
 class Run(NamedTuple):
@@ -190,6 +191,43 @@ class Layout:
         return cls._of_chunks(owners[firsts], firsts * chunk, lengths, world_size)
 
     @classmethod
+    def whole_documents(cls, mask: IntervalMask, world_size: int) -> Layout:
+        """`balanced`, with cuts moved to the nearest end of a document: what one rank holds whole is not sent.
+
+        The cut that moves least comes first. One stays inside its document where a rank would have more than 1.05 times
+        the mean of the tokens, or of the work: long documents are on as many ranks as balance needs.
+        """
+        layout = cls.balanced(mask, world_size)
+        order = layout.tensor[:, 1].argsort()
+        owners, begins = layout.tensor[order, 0].tolist(), layout.tensor[order, 1]
+        cuts, work = [*begins.tolist(), mask.seq_len], pad(mask.num_keys.sum(0).cumsum(0), (1, 0))
+        before = torch.stack((torch.arange(mask.seq_len + 1, device="cpu"), work))  # tokens and work before each token
+        held = torch.zeros(world_size, 2, dtype=torch.int64, device="cpu")
+        held.index_add_(0, layout.tensor[order, 0], before[:, cuts].diff(dim=1).T)
+        most = _UNEVEN * held.double().mean(0)
+        ends = _document_ends(mask)
+        after = torch.searchsorted(ends, begins).tolist()  # the first end from each cut on
+        moves = [
+            (abs(cuts[i] - end), i, end)
+            for i in range(1, len(owners))
+            for end in ends[after[i] - 1 : after[i] + 1].tolist()
+        ]
+        moved = {i for distance, i, _ in moves if not distance}
+        for _, i, end in sorted(moves):
+            if i in moved or not cuts[i - 1] <= end <= cuts[i + 1]:
+                continue
+            gains, loses = (owners[i - 1], owners[i]) if end > cuts[i] else (owners[i], owners[i - 1])
+            change = (before[:, end] - before[:, cuts[i]]).abs()
+            if bool((held[gains] + change > most).any()) or held[loses, 0] == change[0]:
+                continue
+            held[gains] += change
+            held[loses] -= change
+            cuts[i] = end
+            moved.add(i)
+        at = torch.tensor(cuts, device="cpu")
+        return cls._of_chunks(layout.tensor[order, 0], at[:-1], at.diff(), world_size)
+
+    @classmethod
     def from_runs(cls, runs: Iterable[Iterable[Sequence[int]]]) -> Layout:
         """Any layout: for every rank its runs, each (global_begin, stride, local_begin, length), in any order.
 
@@ -233,7 +271,8 @@ class Layout:
 
     @classmethod
     def of_mask(cls, name: str, mask: IntervalMask, world_size: int) -> Layout:
-        """Return the layout a configuration names, for this mask: by `named`, "per_document", "balanced" or "auto".
+        """Return the layout a configuration names, for this mask: by `named`, "per_document", "balanced",
+        "whole_documents" or "auto".
 
         Documents are those of the mask's first row.
         """
@@ -243,8 +282,9 @@ class Layout:
             begins = {0, *mask.begin[0][changes].tolist()}  # 0 where nothing is attended
             bounds = torch.tensor([*sorted(begins), mask.seq_len], device="cpu")
             return cls._per_document(bounds.diff(), world_size)
-        if name == "balanced":
-            return cls.balanced(mask, world_size)
+        if name in ("balanced", "whole_documents"):
+            made: Layout = getattr(cls, name)(mask, world_size)
+            return made
         return named_layout(name, mask.seq_len, world_size)
 
     @staticmethod
@@ -297,6 +337,15 @@ class Layout:
         InputError: local has not N tokens in `dim`, or W is not the group's. RingMismatchError, PeerLostError.
         """
         return all_gather_seq(local, self.tensor, dim, self.seq_len, group)
+
+
+def _document_ends(mask: IntervalMask) -> Tensor:
+    """Return int64 (D + 1,), rising: 0, S, and the positions across which no token attends."""
+    attends, places = mask.end > mask.begin, torch.arange(mask.seq_len + 1, device="cpu")
+    begin = torch.where(attends, mask.begin, mask.seq_len).amin(0)
+    end = pad(torch.where(attends, mask.end, 0).amax(0).cummax(0).values, (1, 0))
+    earliest = pad(begin.flip(0).cummin(0).values.flip(0), (0, 1), value=mask.seq_len)
+    return ((end <= places) & (earliest >= places)).nonzero()[:, 0]
 
 
 def _no_token(rank: int) -> LayoutError:

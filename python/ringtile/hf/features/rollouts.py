@@ -21,7 +21,7 @@ import torch.distributed as dist
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 
 from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf.batch import ShardedBatch
@@ -35,11 +35,6 @@ from ringtile.random_states import (
     set_random_states,
 )
 from ringtile.transport.groups import transport_of
-
-
-def generates(trainer: Trainer) -> bool:
-    """Whether it samples completions as TRL's GRPOTrainer does."""
-    return hasattr(trainer, "_generate_single_turn") and hasattr(trainer, "_generate_and_score_completions")
 
 
 class LossOnRollouts(LossOnSequences):
