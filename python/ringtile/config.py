@@ -158,6 +158,10 @@ class Config(Section):
             self._take_same_bits()
         if self.dynamic_context_parallel and self.shared_prefix:
             raise ConfigError("dynamic_context_parallel and shared_prefix are true; expected one of the two")
+        if self.dynamic_context_parallel and self.given.get("context_parallel_size") == 1:
+            raise ConfigError(
+                "dynamic_context_parallel is true and context_parallel_size is 1; expected more, or no size"
+            )
         try:
             scheme = Scheme.parse(self.context_parallel_scheme)
             if "context_parallel_size" in self.given:  # else accelerate's ParallelismConfig may give it

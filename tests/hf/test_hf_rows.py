@@ -22,7 +22,7 @@ CLASSES = 3
 SETTINGS = {"max_steps": 2, "learning_rate": 0.01}
 
 
-def _model(auto: type, family: str) -> PreTrainedModel:
+def random_model(auto: type, family: str) -> PreTrainedModel:
     """Weights of random sizes, biases too: a zero would hide what reads it."""
     torch.manual_seed(0)
     config = tiny_config(family)
@@ -57,7 +57,7 @@ def spans(rows):
 
 
 def _train(auto, family, collator, config, **options):
-    model = _model(auto, family)
+    model = random_model(auto, family)
     return train(config, model=model, collator=collator, **SETTINGS, **options)
 
 
@@ -104,5 +104,5 @@ def test_embeddings_of_rows_equal_one_process():
 
 
 def test_the_head_says_nothing_of_causality():
-    assert not attends_causally(_model(AutoModelForSequenceClassification, "bert"))
-    assert attends_causally(_model(AutoModelForSequenceClassification, "llama"))
+    assert not attends_causally(random_model(AutoModelForSequenceClassification, "bert"))
+    assert attends_causally(random_model(AutoModelForSequenceClassification, "llama"))

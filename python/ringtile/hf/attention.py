@@ -151,7 +151,7 @@ def attention_forward(
     if probability > 0 and running_trace() is None:
         dropout = _dropout(module, query, probability, batch)
     keep.called_by(module)
-    query = _scaled(module, query, None if batch is None else batch.places)
+    query = _scaled(module, query, None if batch is None else batch.places if batch.columns is None else batch.columns)
     key, value, expand = latents_of(module, key, value)
     device = query.device.type
     if torch.is_autocast_enabled(device):  # as for scaled_dot_product_attention: RoPE widens queries and keys

@@ -37,6 +37,7 @@ class SharedRows:
     places: Tensor  # int64 (B, S): of each token of the rows, in the one row; -1: padding
     parents: list[int] = field(default_factory=list)  # of each node, as IntervalMask.tree takes them
     lengths: list[int] = field(default_factory=list)
+    columns: Tensor | None = None  # int64 (1, T): of each token, in its own row; None: in the one row
     count_chunks: Callable[[], Tensor] | None = None  # as ShardedBatch has it
 
     @functools.cached_property
@@ -70,6 +71,7 @@ class ShardedBatch:
     num_targets: Tensor | None  # int64 (): targets in the global batch; None without labels
     places: Tensor  # int64 (N,): of the local tokens, in the row
     count_chunks: Callable[[], Tensor] | None = None  # int64 (B or 1, S), on the host: by what chunks are; None: places
+    columns: Tensor | None = None  # int64 (N,): of the local tokens, in the row before rows were joined; None: places
     chunk_tokens: int | None = None  # of which shards are whole chunks, so that bits are those of any number of ranks
     position_ids: Tensor | None = None  # (B, N)
     token_weights: Tensor | None = None  # (B, N): the local attention mask; 1 without one, 0 for the layout's padding

@@ -229,6 +229,9 @@ def shard_batch(
     padding = max(0, fewest - seq_len) if chunk_tokens is None else -seq_len % (fewest * chunk_tokens)
     mask = made.padded(padding, attends=True)
     sequence = ShardedSequence.of(mask, Layout.of_mask(layout, mask, world_size), group, scheme=scheme)
+    columns = None
+    if rows is not None and rows.columns is not None:
+        columns = sequence.shard(to_device(functional.pad(rows.columns, (0, padding)), main.device), dim=1)[0]
     counted = positions if on_host.get("position_ids") is None else on_host["position_ids"]
     batch = ShardedBatch(
         sequence,
@@ -236,6 +239,7 @@ def shard_batch(
         max_position=seq_len - 1 if counted is None else int(counted.max()),
         num_targets=per_token[targets].ne(IGNORE_INDEX).sum() if targets in per_token else None,
         places=to_device(sequence.layout.positions(sequence.rank), main.device),
+        columns=columns,
         count_chunks=functools.partial(
             chunks_count, {name: on_host.get(name) for name in DOCUMENTS}, seq_len, reading.positions_separate
         )

@@ -90,9 +90,10 @@ def token_positions(num_tokens: int) -> Tensor:
     share tokens.
     """
     batch, chunk = active_batch(), running_chunk()
-    if batch is not None and batch.rows is not None:
+    if batch is not None and batch.rows is not None and batch.rows.is_tree:
         raise RefusedError("token_positions: rows share tokens, each with several places; set shared_prefix: false")
     places = torch.arange(num_tokens) if batch is None else batch.places.clamp(max=batch.seq_len - 1)
+    places = places if batch is None or batch.columns is None else batch.columns
     places = places if batch is None or chunk is None else places[chunk.tokens]
     if len(places) != num_tokens:
         raise InputError(f"token_positions of {num_tokens} tokens; {len(places)} of each row are here")

@@ -35,8 +35,9 @@ class JoinedRows(SharedRows):
     is_tree = False
 
     def __init__(self, places: Tensor, mask: IntervalMask, weights: Tensor, count_chunks: Callable[[], Tensor]) -> None:
-        super().__init__(places, [-1], [mask.seq_len])
-        self._mask, self._weights, self.count_chunks = mask, weights, count_chunks
+        columns = torch.arange(places.size(1), device="cpu").expand_as(places)[places >= 0]
+        super().__init__(places, [-1], [mask.seq_len], columns[None], count_chunks)
+        self._mask, self._weights = mask, weights
 
     @property
     def mask(self) -> IntervalMask:
@@ -60,19 +61,19 @@ def join(
 
     Padding at the ends of a row that predicts nothing is left out, unless keeps_padding: a loss may read it.
     on_host: what `masks.read` returned for this batch. positions: as in `shard_batch`. The batch gets `position_ids`,
-    and `shift_labels` where it had labels that are to be shifted. RefusedError: rows hold more than text.
+    and `shift_labels` where it had labels that are to be shifted. RefusedError: rows hold more than tokens.
     """
     main = main_input((), inputs)
     if main is None or main.dim() < 2 or main.size(0) == 1:
         return dict(inputs), None
     num_rows, seq_len = main.shape[:2]
-    for name in sorted(reading.besides):
+    for name in sorted(reading.besides | reading.per_row):
         if inputs.get(name) is not None:
             raise RefusedError(
                 f"dynamic_context_parallel: the batch holds {num_rows} rows with {name}, which cannot be joined; "
-                f"expected rows of text, or one packed row from the data collator"
+                f"expected tensors of tokens, or one packed row from the data collator"
             )
-    columns = {name: inputs[name] for name in PADDING if inputs.get(name) is not None}
+    columns = {name: inputs[name] for name in {*PADDING, *reading.per_token} if inputs.get(name) is not None}
     if "position_ids" not in columns:
         counted = torch.arange(seq_len, device=main.device)[None] if positions is None else positions.to(main.device)
         columns["position_ids"] = counted
