@@ -3,6 +3,8 @@
 transformers' mesh is (replicas, shards, tensor). Ranks share sequences along the first two.
 """
 
+import dataclasses
+
 import pytest
 import ringtile
 import torch
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 CP2 = {"context_parallel_size": 2}
 TP2 = {"tp_size": 2, "fsdp_size": 2}
+EXPERTS = ("mixtral", "gpt-oss", "deepseek-v3", "glm4-moe")
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +91,22 @@ def test_a_model_sharded_while_it_was_loaded(saved, mesh):
     _assert_equals_one_process(saved("llama"), mesh, {"context_parallel_scheme": "ulysses"}, **options)
 
 
+@pytest.mark.parametrize("family", ["qwen3-moe", *(pytest.param(x, marks=pytest.mark.long) for x in EXPERTS)])
+def test_ranks_that_share_a_sequence_share_experts(saved, family):
+    """Each dispatches its own tokens; the balancing loss is of all. The first batch is proved."""
+    config = {"first_batch_check": "require"} if family == "qwen3-moe" else {}
+    mesh = {"fsdp_size": 2, "ep_size": 2}
+    _assert_equals_one_process(saved(family), mesh, config, max_steps=2, evaluate=False, gradient_checkpointing=True)
+
+
+@pytest.mark.long
+def test_two_groups_share_experts(saved):
+    """2 x 2 ranks, of which those of a group share all experts, or the four do."""
+    for size in (2, 4):
+        mesh = {"fsdp_size": 4, "ep_size": size}
+        _assert_equals_one_process(saved("qwen3-moe"), mesh, {}, rows=4, max_steps=2, evaluate=False)
+
+
 # ---- groups and refusals ------------------------------------------------------------------------
 
 
@@ -117,11 +136,29 @@ def _with_pipeline(model):
     return model
 
 
+@dataclasses.dataclass(frozen=True)
+class _WithExperts:
+    """Changes the configuration of the mesh of a model."""
+
+    tp_size: int = 2
+    ep_implementation: str = "auto"
+    adapters: bool = False
+
+    def __call__(self, model):
+        mesh = model.config.distributed_config
+        mesh.ep_size, mesh.tp_size, mesh.ep_implementation = 2, self.tp_size, self.ep_implementation
+        return with_lora(model) if self.adapters else model
+
+
 @pytest.mark.parametrize(
     ("config", "change", "words"),
     [
         (CP2, _same, "context_parallel_size is 2 but there are 2 ranks, 1 along the data-parallel dimension"),
-        (CP2, _with_pipeline, "uses pp_size or ep_size in distributed_config; unset it"),
+        (CP2, _with_pipeline, "uses pp_size in distributed_config; unset it"),
+        (CP2, _WithExperts(), "ep_size is 2, beside tp_size 2"),
+        (CP2, _WithExperts(ep_implementation="all_reduce"), "beside ep_implementation 'all_reduce'"),
+        (CP2, _WithExperts(tp_size=1, adapters=True), "beside adapters"),
+        ({"tiled_mlp": True, "stream": True}, _WithExperts(tp_size=1), "beside tiled_mlp and stream"),
         (CP2, with_lora, "uses adapters under tensor parallelism"),
     ],
 )

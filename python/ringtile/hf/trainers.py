@@ -6,6 +6,7 @@ import functools
 import logging
 import re
 import sys
+from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
@@ -13,6 +14,9 @@ from ringtile.errors import RefusedError
 from ringtile.hf.group import accelerate_knows_groups
 from ringtile.hf.liger import check_liger
 from ringtile.hf.model import adapters_of, adds_tokens, base_model, reads_rows
+
+if TYPE_CHECKING:
+    from ringtile.config import Config
 
 logger = logging.getLogger("ringtile")
 
@@ -61,12 +65,37 @@ def home(trainer: Trainer, method: str) -> type:
     return next((cls for cls in type(trainer).__mro__ if method in vars(cls)), Trainer)
 
 
+def _mesh(trainer: Trainer) -> Any:
+    """The DistributedConfig by which transformers has sharded the model while it loaded it; None: it has not."""
+    base = base_model(trainer.model)
+    return base.config.distributed_config if getattr(base, "_is_distributed_loading_by_transformers", False) else None
+
+
+def check_experts(trainer: Trainer, config: Config) -> None:
+    """Raises RefusedError where ranks share experts otherwise than was compared with one process: each dispatches its
+    own tokens, in whole layers."""
+    mesh = _mesh(trainer)
+    if mesh is None or mesh.ep_size == 1:
+        return
+    tiles = [key for key in ("tiled_mlp", "stream") if getattr(config, key)]
+    refused = {
+        f"ep_implementation {mesh.ep_implementation!r}": (
+            mesh.ep_implementation not in ("auto", "all_to_all"),
+            "expected all_to_all, by which each rank dispatches its own tokens",
+        ),
+        f"tp_size {mesh.tp_size}": (mesh.tp_size > 1, "experts of ranks that hold the same tokens were not compared"),
+        "adapters": (bool(adapters_of(trainer.model)), "those of experts that ranks share were not compared"),
+        " and ".join(tiles): (bool(tiles), "a tile of experts exchanges tokens, as often as the rank has tiles"),
+    }
+    for setting, (is_set, reason) in refused.items():
+        if is_set:
+            raise RefusedError(f"ep_size is {mesh.ep_size}, beside {setting}; unset one of the two: {reason}")
+
+
 def check_trainer(trainer: Trainer) -> None:
     """Raises RefusedError where the Trainer's numbers would differ from those of one process."""
     tp_size = trainer.get_tp_size()
-    base = base_model(trainer.model)
-    is_sharded = getattr(base, "_is_distributed_loading_by_transformers", False)
-    mesh = base.config.distributed_config if is_sharded else None
+    mesh = _mesh(trainer)
     refused = {
         "axolotl's own context parallelism": (
             accelerate_knows_groups(trainer.accelerator)
@@ -78,9 +107,9 @@ def check_trainer(trainer: Trainer) -> None:
             tp_size > 1 and mesh is None,
             "load the model by from_pretrained(distributed_config=DistributedConfig(tp_size=..., fsdp_size=...))",
         ),
-        "pp_size or ep_size in distributed_config": (
-            mesh is not None and (mesh.pp_size > 1 or mesh.ep_size > 1),
-            "pipeline and expert parallelism were not compared with one process",
+        "pp_size in distributed_config": (
+            mesh is not None and mesh.pp_size > 1,
+            "pipeline parallelism was not compared with one process",
         ),
         "adapters under tensor parallelism": (
             tp_size > 1 and bool(adapters_of(trainer.model)),
