@@ -34,7 +34,7 @@ def test_defaults_change_nothing():
         ({"context_parallel_size": "2"}, ["context_parallel_size", "'2'", "integer"]),
         (
             {"layout": "zigzak"},
-            ["layout", "'zigzak'", "'auto', 'zigzag', 'contiguous', 'striped', 'per_document', 'balanced' or 'whole_documents'"],
+            ["layout", "'zigzak'", "'striped', 'per_document', 'balanced' or 'whole_documents'"],
         ),
         ({"tile_tokens": -1}, ["tile_tokens", "-1"]),
         ({"timeout_seconds": 60.0}, ["unknown key timeout_seconds: set ddp_timeout in TrainingArguments"]),
