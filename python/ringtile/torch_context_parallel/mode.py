@@ -37,7 +37,7 @@ Enter = Callable[[], AbstractContextManager[Any]]
 # The functions that a mode does not pass on as they are, beside ringtile's recurrences and kernels as torch ops.
 _SERVED = {
     *(scaled_dot_product_attention, flex_attention, flex_attention_hop, multi_head_attention_forward),
-    *(Tensor.unflatten, torch.diff),
+    torch.diff,
 }
 _KERNELS = ("scaled_dot_product_", "flash_att", "_efficient_attention", "_cudnn_attention", "varlen_attn")
 
@@ -75,14 +75,14 @@ class RingMode(TorchFunctionMode):
         self, func: Callable[..., Any], classes: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.unflatten:  # dynamo can trace neither its Python body under a mode, nor find it in a set
+            return torch.unflatten(*args, **kwargs)
         if func not in _SERVED and func not in PUBLIC:
             if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
                 self._check_kernel(func)
             return func(*args, **kwargs)
         if func in PUBLIC:
             return _recur(self.scope, func, args, kwargs)
-        if func is Tensor.unflatten:  # dynamo cannot trace its Python body under a mode (torch 2.13)
-            return torch.unflatten(*args, **kwargs)
         if self.is_alone:
             return func(*args, **kwargs)
         if func is scaled_dot_product_attention:
