@@ -57,17 +57,13 @@ def compiled_and_plain(way: str) -> int:
     group, rank, world_size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     block = Block()
     if way == "style":
-        block.inner = ContextParallel(2, layout="zigzag")._apply(block.inner, group)
+        block.inner = ContextParallel(2)._apply(block.inner, group)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=counter)
     for seq_len in (24, 26, 64):
         x = Layout.zigzag(seq_len, world_size).shard(tokens(seq_len), 1, rank)
-        if way == "style":
+        with context_parallel(group, mask=IntervalMask.documents([10, seq_len - 10])):
             results = [outcome(function, block.project.weight, x) for function in (block, compiled)]
-        else:
-            mask = IntervalMask.documents([10, seq_len - 10])
-            with context_parallel(group, mask=mask):
-                results = [outcome(function, block.project.weight, x) for function in (block, compiled)]
         assert all(a.equal(b) for a, b in zip(*results, strict=True)), seq_len
     return sum(any("ring_attention" in str(node.target) for node in graph.graph.nodes) for graph in counter.graphs)
 
@@ -126,7 +122,7 @@ def test_export_keeps_the_op() -> None:
 
 def test_make_fx_keeps_the_op_that_looks_the_sequence_up() -> None:
     """A graph that kept the sequence itself would go on with one length."""
-    inner = ContextParallel(2, layout="zigzag")._apply(Inner(), LoopbackWorld(1).groups[0])
+    inner = ContextParallel(2)._apply(Inner(), LoopbackWorld(1).groups[0])
     heads_first = [t.transpose(1, 2) for t in qkv()]
     graph = make_fx(inner)(*heads_first)
     targets = [node.target for node in graph.graph.nodes]
@@ -136,7 +132,7 @@ def test_make_fx_keeps_the_op_that_looks_the_sequence_up() -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_sequence_op_passes_opcheck(is_causal: bool) -> None:
-    arguments = (torch.zeros(1), "zigzag", 8, is_causal, "")
+    arguments = (torch.zeros(1), 8, is_causal, "")
     torch.library.opcheck(torch.ops.ringtile.sequence_of.default, arguments)
 
 

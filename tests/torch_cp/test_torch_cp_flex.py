@@ -151,17 +151,17 @@ def gathered_cases() -> dict[str, list[Tensor]]:
         block_mask = mask_mod and create_cp_block_mask(mask_mod, 2, None, 300, 300, group, load_balancer="zigzag")
         mods = {"block_mask": block_mask, "score_mod": score_mod}
         with torch.no_grad():
-            with context_parallel(group, layout="zigzag"):  # a layout of any length: a call tells it
+            style, plan = ContextParallel(2, FLEX), ContextParallelPlan(group, seq_len=300)
+            with plan.attention():
                 outs = [flex_attention(*local, **mods)]
-            style = ContextParallel(2, FLEX, layout="zigzag")
-            if case == "score mod and sinks":  # every call compiles anew
-                module = styled(style, functools.partial(flex_attention, score_mod=alibi), group)
-                outs.append(module(*local, block_mask=block_mask))
-            elif case == "score mod and documents":
-                outs.append(styled(style, flex_attention, group)(*local, alibi, block_mask))
-            elif case == "sinks":
-                module = styled(style, flex_attention, group)
-                outs.append(module(**dict(zip(names, local, strict=True)), **mods))
+                if case == "score mod and sinks":  # every call compiles anew
+                    module = styled(style, functools.partial(flex_attention, score_mod=alibi), group)
+                    outs.append(module(*local, block_mask=block_mask))
+                elif case == "score mod and documents":
+                    outs.append(styled(style, flex_attention, group)(*local, alibi, block_mask))
+                elif case == "sinks":
+                    module = styled(style, flex_attention, group)
+                    outs.append(module(**dict(zip(names, local, strict=True)), **mods))
         assert len({t.size(2) for t in outs}) == 1, rank
         results[case] = outs
     return results
@@ -402,7 +402,7 @@ def test_calls_of_flex_attention_that_cannot_be_honored_are_refused() -> None:
 
     def attend(group: LoopbackGroup, **arguments: Any) -> None:
         local = [Layout.contiguous(16, 2).shard(t, 2, group.transport.rank) for t in x[:3]]
-        with context_parallel(group, layout="contiguous"):
+        with context_parallel(group, layout=Layout.contiguous(16, 2)):
             flex_attention(*local, **arguments)
 
     refuses(InputError, "4 heads, key 2; pass enable_gqa=True", attend)
@@ -440,7 +440,7 @@ def test_a_block_of_another_scheme_refuses_what_would_run_as_a_ring() -> None:
             with pytest.raises(RefusedError, match="scheme ulysses"):
                 styled(ContextParallel(attention_type=FLEX), flex_attention, group)(*tensors, block_mask=block_mask)
             with pytest.raises(RefusedError, match="a compiled call of attention under ContextParallel runs as a ring"):
-                sequence_of(tensors[0], "", 24, False, group.group_name)
+                sequence_of(tensors[0], 24, False, group.group_name)
             sent = group.transport.bytes_sent
             attend = torch.nn.functional.scaled_dot_product_attention
             styled(ContextParallel(attention_type=ContextParallel.AttentionType.SDPA), attend, group)(*tensors)

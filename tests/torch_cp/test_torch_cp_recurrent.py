@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from pool import run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, RefusedError, ShardedSequence, context_parallel
-from ringtile.torch_context_parallel.mode import RingMode
-from ringtile.torch_context_parallel.scope import AttentionScope
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -140,21 +138,6 @@ def test_a_block_of_one_rank_leaves_attention_to_torch_and_compiles_whole() -> N
     with context_parallel(LoopbackWorld(1).groups[0]):
         outs = [attend(x), torch.compile(attend, backend="eager", fullgraph=True)(x)]
     assert all(torch.equal(out, attend(x)) for out in outs)
-
-
-def test_a_module_under_context_parallel_takes_the_layout_that_it_names() -> None:
-    def rank(group: Any) -> Tensor:
-        x, weight, _ = inputs()
-        (local,) = ringtile.context_parallel_shard(group, (x,), (1,), load_balancer="zigzag")
-        with RingMode(AttentionScope(group, layout_name="zigzag")):  # as ContextParallel makes it
-            out = ringtile.causal_conv1d(local, weight)
-        (out,) = ringtile.context_parallel_unshard(group, [out], [1], "zigzag")
-        return out  # type: ignore[no-any-return]
-
-    x, weight, _ = inputs()
-    whole = ringtile.causal_conv1d(x, weight, mask=IntervalMask.causal(S), layout=Layout.contiguous(S, 1))
-    for out in LoopbackWorld(2).run(rank):
-        torch.testing.assert_close(out, whole)
 
 
 def test_a_sequence_that_the_call_names_is_its_own() -> None:

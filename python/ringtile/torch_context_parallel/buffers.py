@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from ringtile.errors import InputError, RefusedError
 from ringtile.sequence.layout import Layout
 from ringtile.torch_context_parallel.flex import shard_block_mask
-from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_in_force, layout_of, note_layout
+from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of, note_layout, sequence_in_force
 from ringtile.transport.groups import Group, transport_of
 
 Buffer: TypeAlias = Tensor | BlockMask
@@ -93,7 +93,7 @@ def context_parallel_unshard(
             assert isinstance(buffer, Tensor)
             local_len = buffer.size(dim)
             if load_balancer is None:
-                layout = layout_in_force(group, "", local_len)
+                layout = sequence_in_force(group, local_len).layout
             elif isinstance(load_balancer, str):
                 layout = layout_of(load_balancer, _tokens_of_all_ranks(local_len, group), transport.world_size)
             else:

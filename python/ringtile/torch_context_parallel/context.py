@@ -11,20 +11,12 @@ from torch import Tensor, nn
 
 from ringtile.errors import InputError
 from ringtile.first_batch.compare import Comparison
-from ringtile.scheme import Scheme
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.torch_context_parallel.buffers import as_list, pairs_of, seq_len_of
 from ringtile.torch_context_parallel.first_block import FirstBlock
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of
-from ringtile.torch_context_parallel.plan import (
-    ContextParallelPlan,
-    alone,
-    in_force,
-    seq_len_of_all,
-    warn_if_unchecked,
-)
-from ringtile.torch_context_parallel.scope import AttentionScope
+from ringtile.torch_context_parallel.plan import ContextParallelPlan, alone, warn_if_unchecked
 from ringtile.transport.groups import transport_of
 
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models of first blocks that were checked
@@ -50,7 +42,7 @@ def context_parallel(
     - buffers: tensors of the whole sequence, the same on every rank, of any dtype, with S tokens in dim
       buffer_seq_dims[i]. They are sharded in place, and restored when the block ends, also by an exception, except for
       those in no_restore_buffers. No buffer requires grad.
-    - layout, mask, scheme: as of a `ContextParallelPlan`. A block that nothing tells S is a ring, of a named layout.
+    - layout, mask, scheme: as of a `ContextParallelPlan`. Buffers, a Layout or a mask tell S.
     - check: a model and a function of no arguments that runs it on the buffers and returns a loss (), whose mean over
       the ranks is that of one process. Before the first block with this model it is computed on a cut of the buffers,
       whole and sharded, as `ringtile.check_first_batch` does. Without any check the first block warns.
@@ -67,30 +59,22 @@ def context_parallel(
     with transport.propagate_errors("context_parallel"):
         buffers, dims = as_list(buffers, "buffers"), as_list(buffer_seq_dims, "buffer_seq_dims")
         kept = as_list(no_restore_buffers, "no_restore_buffers")
-        seq_len = seq_len_of_all(_seq_len(buffers, dims, kept), mask, layout)
-        Scheme.parse(scheme).check(transport.world_size)
+        seq_len = _seq_len(buffers, dims, kept)
         if check is not None and not (
             isinstance(check, tuple) and len(check) == 2 and isinstance(check[0], nn.Module) and callable(check[1])
         ):
             raise InputError("check is not a pair; expected (model, function), where function() returns a loss")
-        if seq_len is None and scheme != "ring":
-            raise InputError(f"the scheme is {scheme}, but there are no buffers; expected buffers, a Layout or a mask")
-    if transport.world_size == 1 and mask is None:
+    if transport.world_size == 1 and mask is None and not buffers:
         with alone(group):
             yield
         return
-    plan = None if seq_len is None else ContextParallelPlan(group, mask, layout, seq_len=seq_len, scheme=scheme)
-    if check is not None and plan is not None and transport.world_size > 1 and check[0] not in _checked:
-        _checked.add(check[0])
-        FirstBlock(plan, buffers, dims).check(*check, averages=True)
+    plan = ContextParallelPlan(group, mask, layout, seq_len=seq_len, scheme=scheme)
     if transport.world_size > 1:
+        if check is not None and check[0] not in _checked:
+            _checked.add(check[0])
+            FirstBlock(plan, buffers, dims).check(*check, averages=True)
         warn_if_unchecked()
-    if plan is not None:
-        with plan.in_place(buffers, dims, kept):
-            yield
-        return
-    assert isinstance(layout, str)
-    with in_force(AttentionScope(group, layout_name=layout), layout):
+    with plan.in_place(buffers, dims, kept):
         yield
 
 

@@ -280,7 +280,7 @@ def flex_in_mode(scope: AttentionScope, call: FlexCall) -> Any:
     if call.block_mask is not None and scope.is_masked:
         raise scope.told(RefusedError("a block_mask inside context_parallel(mask=...); give one of them"), _OP)
     if not hasattr(call.block_mask, "ringtile_origin"):
-        sequence = scope.sequence or sequence_in_force(scope.group, scope.layout_name, call.query.size(2))
+        sequence = scope.sequence or sequence_in_force(scope.group, call.query.size(2))
         try:
             call = call._replace(block_mask=_local_block_mask(call.block_mask, sequence))
         except RingtileError as error:

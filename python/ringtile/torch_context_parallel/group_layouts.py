@@ -1,7 +1,7 @@
 """The sequence in force for a group: that of the innermost block, which attention deep inside a model finds.
 
-A module under `ContextParallel` may name its layout instead. `context_parallel_shard` leaves a note of what it gave a
-rank, by which a call in another layout is refused; no call finds its layout there.
+`context_parallel_shard` leaves a note of what it gave a rank, by which a BlockMask of another layout is refused; no
+call finds its layout there.
 
 Shape letters: S global tokens, N local tokens, W ranks, R runs of all ranks.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringtile.errors import InputError, RefusedError, RingtileError
+from ringtile.errors import InputError, RefusedError
 from ringtile.sequence.layout import Layout, named_layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
@@ -60,10 +60,10 @@ def unmasked_sequence(layout: Layout, group: Group, scheme: str = "ring") -> Sha
 
 @dataclass
 class _Memory:
-    """Of one rank for a group: what it sharded, and the sequences of the blocks that it is in."""
+    """Of one rank for a group: what it sharded by function, and the sequences of the blocks that it is in."""
 
     sharded: dict[tuple[int, int], Layout | None] = field(default_factory=dict)  # by N and S; None: in two layouts
-    blocks: list[ShardedSequence | str] = field(default_factory=list)  # the innermost one last
+    blocks: list[ShardedSequence] = field(default_factory=list)  # the innermost one last
 
 
 _memories: weakref.WeakKeyDictionary[Transport, _Memory] = weakref.WeakKeyDictionary()
@@ -83,8 +83,8 @@ def note_layout(group: Group, layout: Layout) -> None:
 
 
 @contextlib.contextmanager
-def override(group: Group, sequence: ShardedSequence | str) -> Iterator[None]:
-    """Inside, this sequence is in force on its group; or the layout of that name, for calls of any length."""
+def override(group: Group, sequence: ShardedSequence) -> Iterator[None]:
+    """Inside, this sequence is in force on its group."""
     blocks = _memory(transport_of(group)).blocks
     blocks.append(sequence)
     try:
@@ -96,80 +96,34 @@ def override(group: Group, sequence: ShardedSequence | str) -> Iterator[None]:
 # ---- looking up ---------------------------------------------------------------------------------
 
 
-def layout_in_force(group: Group, layout_name: str, local_len: int) -> Layout:
-    """The layout of a call on local_len local tokens: the innermost block's, or the named one.
+def sequence_in_force(group: Group, local_len: int) -> ShardedSequence:
+    """The sequence of the innermost block; of one rank without a block, unmasked and of local_len tokens.
 
-    layout_name: of a layout that gives every rank local_len tokens, "" for none. Raises InputError when there is no
-    layout, or the tokens were sharded in another one; LayoutError.
+    Raises InputError where there is no block, after telling the other ranks, which may be in one.
     """
     transport = transport_of(group)
-    memory = _memory(transport)
-    if memory.blocks:
-        return _of_block(memory, transport, local_len)
-    if not layout_name and transport.world_size > 1:
-        raise InputError(
-            f"rank {transport.rank} has {local_len} local tokens of an unknown layout; put the call in "
-            "`with plan.attention():` of a ContextParallelPlan, or name the layout: ContextParallel(..., "
-            "layout='zigzag'), context_parallel_unshard(..., load_balancer='zigzag')"
-        )
-    layout = named_layout(layout_name or "contiguous", local_len * transport.world_size, transport.world_size)
-    _check_sharded(memory, transport, layout, f"the layout is {layout_name!r}, but")
-    return layout
-
-
-def _check_sharded(memory: _Memory, transport: Transport, layout: Layout, what: str) -> None:
-    """InputError: `context_parallel_shard` gave this rank as many tokens of as many in another layout alone."""
-    known = memory.sharded.get((layout.local_len(transport.rank), layout.seq_len))
-    if known is not None and known != layout:
-        raise InputError(
-            f"{what} context_parallel_shard sharded {layout.seq_len} tokens in another; expected one layout"
-        )
-
-
-def _of_block(memory: _Memory, transport: Transport, local_len: int) -> Layout:
-    """The layout of the innermost block. A block that names no length is about tokens of any length; InputError where
-    it names another layout than the block around it, which may have sharded these very tokens."""
-    innermost, world_size = memory.blocks[-1], transport.world_size
-    if isinstance(innermost, ShardedSequence):
-        return innermost.layout
-    layout = named_layout(innermost, local_len * world_size, world_size)
-    around = next((block.layout for block in reversed(memory.blocks) if isinstance(block, ShardedSequence)), layout)
-    if around != layout and around.local_len(transport.rank) == local_len:
-        raise InputError(
-            f"a context_parallel block of layout {innermost!r} inside one whose layout is another, and rank "
-            f"{transport.rank} has {local_len} tokens in both; pass the inner block a Layout, such as "
-            f"Layout.{innermost}({layout.seq_len}, {world_size}), or the layout of the outer one"
-        )
-    return layout
-
-
-def sequence_in_force(group: Group, layout_name: str, local_len: int) -> ShardedSequence:
-    """The sequence of a call on local_len local tokens: the block's, or unmasked in `layout_in_force`. O(1) if known.
-
-    Raises as `layout_in_force` does, after telling the other ranks, which may have found theirs.
-    """
-    transport = transport_of(group)
-    blocks = _memory(transport).blocks
-    if blocks and isinstance(blocks[-1], ShardedSequence):
+    if blocks := _memory(transport).blocks:
         return blocks[-1]
-    try:
-        return unmasked_sequence(layout_in_force(group, layout_name, local_len), group)
-    except RingtileError as error:
+    if transport.world_size > 1:
+        error = InputError(
+            f"rank {transport.rank} has {local_len} local tokens of an unknown layout; expected the call inside `with "
+            "plan.attention():` of a ContextParallelPlan, which knows it, or context_parallel_unshard(..., "
+            "load_balancer='zigzag')"
+        )
         transport.fail("attention", error)
-        raise
+        raise error
+    return unmasked_sequence(named_layout("contiguous", local_len, 1), group)
 
 
 @torch.library.custom_op("ringtile::sequence_of", mutates_args=(), tags=NOT_IN_CUDA_GRAPHS)
-def sequence_of(
-    like: Tensor, layout: str, local_len: int, is_causal: bool, group_name: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def sequence_of(like: Tensor, local_len: int, is_causal: bool, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
     """`sequence_in_force` for graphs: its mask (1 or 2, B or 1, S) and layout int64 (R, 5).
 
     A graph must look the sequence up on every run instead of keeping the one it was traced with. like: any tensor
     computed before the call; it keeps the op in its place in the graph.
     """
     _check_ring(group_name, "a compiled call of attention under ContextParallel", "attention")
-    sequence = sequence_in_force(group_name, layout, local_len)
+    sequence = sequence_in_force(group_name, local_len)
     if is_causal:
         sequence = sequence.causal
     begin, end = (bound.reshape(-1, *bound.shape[-2:]).clone() for bound in (sequence.begin, sequence.end))
@@ -177,7 +131,7 @@ def sequence_of(
 
 
 @sequence_of.register_fake
-def _(like: Tensor, layout: str, local_len: int, is_causal: bool, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
+def _(like: Tensor, local_len: int, is_causal: bool, group_name: str) -> tuple[Tensor, Tensor, Tensor]:
     context = torch.library.get_ctx()
     sides, rows, seq_len, runs = (context.new_dynamic_size() for _ in range(4))
     bounds = torch.empty(sides, rows, seq_len, dtype=torch.int32, device="cpu")
@@ -188,8 +142,7 @@ def _check_ring(group: Group, what: str, op: str) -> None:
     """RefusedError: the block around has another scheme, but this is a ring whatever the block says."""
     transport = transport_of(group)
     blocks = _memory(transport).blocks
-    scheme = blocks[-1].scheme if blocks and isinstance(blocks[-1], ShardedSequence) else "ring"
-    if scheme != "ring":
+    if blocks and (scheme := blocks[-1].scheme) != "ring":
         error = RefusedError(
             f"{what} runs as a ring, but the context_parallel block around it has the scheme {scheme}; expected ring"
         )
@@ -205,12 +158,14 @@ def check_layout(group: Group, layout: Layout) -> None:
     _check_ring(group, "flex_attention of local tokens", "flex_attention")
     transport = transport_of(group)
     memory = _memory(transport)
-    what = "the BlockMask was made for another layout (create_cp_block_mask(..., load_balancer=...)):"
-    try:
-        if not memory.blocks:
-            _check_sharded(memory, transport, layout, what)
-        elif _of_block(memory, transport, layout.local_len(transport.rank)) != layout:
-            raise InputError(f"{what} the tokens of the block are in another; expected one layout")
-    except InputError as error:
+    if memory.blocks:
+        known: Layout | None = memory.blocks[-1].layout
+    else:  # gave context_parallel_shard as many tokens of as many in another layout alone?
+        known = memory.sharded.get((layout.local_len(transport.rank), layout.seq_len))
+    if known is not None and known != layout:
+        error = InputError(
+            "the BlockMask was made for another layout (create_cp_block_mask(..., load_balancer=...)) than that of the "
+            f"{known.seq_len} tokens of the block, or of context_parallel_shard; expected one layout"
+        )
         transport.fail("flex_attention", error)
-        raise
+        raise error

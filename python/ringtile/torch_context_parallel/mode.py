@@ -205,7 +205,7 @@ def _recur(
         x, sequence = call.args[0], scope.sequence
         if sequence is None:
             local_len = x.size(1) if isinstance(x, Tensor) and x.dim() > 1 else 0
-            sequence = sequence_in_force(scope.group_name, scope.layout_name, local_len)
+            sequence = sequence_in_force(scope.group_name, local_len)
         call.arguments["sequence"] = sequence.causal
     return function(*call.args, **call.kwargs)
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.attention.flex_attention import BlockMask
 
 from ringtile.errors import InputError, RefusedError, shown
-from ringtile.sequence.layout import Layout
 from ringtile.torch_context_parallel.flex import Origin
 from ringtile.torch_context_parallel.group_layouts import check_layout, group_of
 from ringtile.torch_context_parallel.mode import RingMode, keep_modes
@@ -42,9 +41,9 @@ class ContextParallel(ParallelStyle):
     module takes the BlockMask of `create_cp_block_mask` or `context_parallel_shard` in any argument; without one, all
     queries attend all keys. A mask of one interval per query runs as a ring. With any other mask, and with a score_mod,
     the module must call `ringtile.flex_attention`.
-    layout: the name of the layout, if all ranks hold the same number of tokens. A `ContextParallelPlan.attention()` or
-    `context_parallel` block around the call overrides it, and brings a mask; without either the call raises
-    InputError.
+
+    A `ContextParallelPlan.attention()` or `context_parallel` block around the call says which tokens the rank holds and
+    brings a mask; without one the call raises InputError.
     """
 
     AttentionType = _AttentionType
@@ -53,8 +52,6 @@ class ContextParallel(ParallelStyle):
         self,
         seq_dim: int = 2,
         attention_type: _AttentionType = _AttentionType.SDPA,
-        *,
-        layout: str = "",
     ) -> None:
         super().__init__()
         if seq_dim not in (2, -2):
@@ -64,13 +61,10 @@ class ContextParallel(ParallelStyle):
                 f"attention_type is {shown(attention_type)}; expected ContextParallel.AttentionType.SDPA or FLEX"
             )
         self.attention_type = attention_type
-        if layout:
-            Layout.multiple(layout, 1)  # refuses an unknown name
-        self.layout = layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         keep_modes()
-        scope = AttentionScope(group_of(device_mesh), layout_name=self.layout)
+        scope = AttentionScope(group_of(device_mesh))
         if self.attention_type == _AttentionType.FLEX:
             module.forward = functools.partial(_run_flex, module.forward, scope)
         else:

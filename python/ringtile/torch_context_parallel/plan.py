@@ -63,9 +63,7 @@ class ContextParallelPlan:
         self.mask, self.layout, self.scheme = mask, layout, scheme
         transport = transport_of(self.group)
         with transport.propagate_errors("context_parallel"):
-            found = seq_len_of_all(seq_len, mask, layout)
-            if found is None:
-                raise InputError("a plan of no length; expected a mask, a Layout, or seq_len")
+            found = _seq_len_of_all(seq_len, mask, layout)
             Scheme.parse(scheme).check(transport.world_size)
             if transport.world_size == 1 and isinstance(layout, str):
                 layout = "contiguous"
@@ -111,10 +109,28 @@ class ContextParallelPlan:
             with alone(self.group):
                 yield
             return
+
+        @contextlib.contextmanager
+        def enter() -> Iterator[None]:
+            with override(self.group, self.sequence), mode:
+                yield
+
+        keep_modes()
         _ = self.sequence.causal  # made here: a compiled call of attention can read it but not make it
         scope = AttentionScope(self.group, sequence=self.sequence, is_masked=self.mask is not None)
-        with in_force(scope, self.sequence, buffers):
+        mode = RingMode(scope, buffers, enter)
+        refuse_inside(lambda: any(not each.is_alone for each in entered()))
+        before = random_states()
+        with enter():
             yield
+        drawn, transport = drawn_since(before), transport_of(self.group)
+        if drawn and transport.world_size > 1:
+            with transport.propagate_errors("context_parallel"):
+                raise RefusedError(
+                    f"random numbers were drawn from the default generator of {' and '.join(drawn)} inside "
+                    "context_parallel: dropout, noise or sampling of local tokens is not what one process draws. "
+                    "Switch it off, or draw before the block and pass the numbers as buffers"
+                )
 
     @contextlib.contextmanager
     def in_place(self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor] = ()) -> Iterator[None]:
@@ -154,8 +170,8 @@ class ContextParallelPlan:
         return block.check(inner, lambda: loss(inner, tensors), averages=reduction == "mean")
 
 
-def seq_len_of_all(seq_len: int | None, mask: IntervalMask | None, layout: Layout | str) -> int | None:
-    """S, of buffers, mask and layout; None if nothing tells it. InputError: they differ, or have other types."""
+def _seq_len_of_all(seq_len: int | None, mask: IntervalMask | None, layout: Layout | str) -> int:
+    """S, of buffers, mask and layout. InputError: nothing tells it; they differ, or have other types."""
     sizes = [] if seq_len is None else [seq_len]
     if mask is not None:
         if not isinstance(mask, IntervalMask):
@@ -167,9 +183,11 @@ def seq_len_of_all(seq_len: int | None, mask: IntervalMask | None, layout: Layou
         raise InputError(f"layout is a {type(layout).__name__}; expected a Layout, or the name of one")
     if isinstance(layout, Layout):
         sizes.append(layout.seq_len)
+    if not sizes:
+        raise InputError("nothing tells the length of the sequence; expected buffers or seq_len, a mask, or a Layout")
     if len(set(sizes)) > 1:
         raise InputError(f"buffers, mask and layout are of {sizes} tokens; expected one length")
-    return sizes[0] if sizes else None
+    return sizes[0]
 
 
 def warn_if_unchecked() -> None:
@@ -189,34 +207,4 @@ def _warn() -> None:
 def alone(group: Group) -> RingMode:
     """The mode of one rank without a mask, whose attention stays PyTorch's."""
     keep_modes()
-    return RingMode(AttentionScope(group, layout_name="contiguous"), is_alone=True)
-
-
-@contextlib.contextmanager
-def in_force(
-    scope: AttentionScope, sequence: ShardedSequence | str, buffers: list[ShardedBuffer] | None = None
-) -> Iterator[None]:
-    """Inside, attention runs over the scope, and the sequence, or the layout of that name, holds for ContextParallel.
-
-    RefusedError when the block ends, if random numbers were drawn: no shard draws what the whole sequence would.
-    """
-
-    @contextlib.contextmanager
-    def enter() -> Iterator[None]:
-        with override(scope.group, sequence), mode:
-            yield
-
-    keep_modes()
-    mode = RingMode(scope, buffers or (), enter)
-    refuse_inside(lambda: any(not each.is_alone for each in entered()))
-    before = random_states()
-    with enter():
-        yield
-    drawn, transport = drawn_since(before), transport_of(scope.group)
-    if drawn and transport.world_size > 1:
-        with transport.propagate_errors("context_parallel"):
-            raise RefusedError(
-                f"random numbers were drawn from the default generator of {' and '.join(drawn)} inside "
-                "context_parallel: dropout, noise or sampling of local tokens is not what one process draws. Switch it "
-                "off, or draw before the block and pass the numbers as buffers"
-            )
+    return RingMode(AttentionScope(group), is_alone=True)

@@ -28,13 +28,11 @@ class AttentionScope:
     """The sequence that PyTorch's attention functions run over.
 
     group: the group, which the scope keeps alive, or its name.
-    sequence: None if only the call tells, by its number of local tokens: then it is `sequence_in_force`.
-    layout_name: the layout of a sequence that only the call tells; "" for that of the block around.
+    sequence: None for that of the block around the call, `sequence_in_force`.
     is_masked: whether the user gave the mask; otherwise every query attends every key unless the call is causal.
     """
 
     group: Group
-    layout_name: str = ""
     sequence: ShardedSequence | None = None
     is_masked: bool = False
 
@@ -94,12 +92,12 @@ class AttentionScope:
             with propagate_errors(self.group, "attention", q):
                 check_once("ring_attention", q, k, v)
             # A graph would keep the sequence that it was traced with; the op looks it up on every run.
-            begin, end, layout = sequence_of(q, self.layout_name, q.size(1), is_causal, self.group_name)
+            begin, end, layout = sequence_of(q, q.size(1), is_causal, self.group_name)
             scale = q.size(-1) ** -0.5 if scale is None else scale
             out, lse = attend_through_op(q, k, v, SequenceTensors(begin, end, layout, self.group_name), scale)
             return (out, lse.to(state_dtype(q.dtype))) if return_lse else out
         if sequence is None:
-            sequence = sequence_in_force(self.group_name, self.layout_name, q.size(1))
+            sequence = sequence_in_force(self.group_name, q.size(1))
         if is_causal:
             sequence = sequence.causal
         # softcap is passed because dynamo would trace the default as a variable, and compile a second time without it.

@@ -183,7 +183,7 @@ def attention(draw: Draw) -> Trial:
         ),
         "mask": draw.spoiled(mask, IntervalMask.causal(seq_len + 1), dense(mask_of(draw, seq_len)), 3, share=0.05),
     }
-    nested = draw.choice((None, None, {}, {"layout": "zigzag"}, {"layout": layout}, {"layout": layout, "mask": mask}))
+    nested = draw.choice((None, None, {"layout": layout}, {"layout": layout, "mask": mask}))
     spoil_q = draw.spoiled(None, lambda q: q[0], lambda q: q[:, :, :-1], lambda q: q[..., :-1], share=0.04)
     late = draw.random() < 0.2  # a checkpoint, whose backward runs when the block has ended
 
@@ -206,9 +206,7 @@ def attention(draw: Draw) -> Trial:
 
     def alone() -> list[Tensor]:
         # The innermost block counts, with its mask or without one.
-        attend = mask if nested is None or "mask" in nested else None if "layout" in nested else mask
-        if nested is not None and not isinstance(nested.get("layout"), Layout):
-            attend = None
+        attend = mask if nested is None else nested.get("mask")
         allowed = None if attend is None else dense(attend)
         return with_gradients(lambda *qkv: sdpa_alone(*qkv, allowed, **call), *x)
 
