@@ -1,7 +1,8 @@
 """Masks that a model draws itself, such as Gemma 3's, in which the tokens of an image attend each other, as intervals.
 
 transformers draws a mask from functions of two positions, which its masking_utils composes. Each of these is known by
-its name, with the numbers in its closure; a function that is not known is refused. No S x S mask is made.
+its name, with the numbers in its closure; a function, or a number, that is not known is refused. Asking the function
+for each pair of positions would take no names, but S^2 calls: 10^12 for a streamed row of a million tokens.
 
 Shape letters: B batch, S global tokens.
 """

@@ -93,7 +93,12 @@ def check_experts(trainer: Trainer, config: Config) -> None:
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Raises RefusedError where the Trainer's numbers would differ from those of one process."""
+    """Raises RefusedError where the Trainer's numbers would differ from those of one process.
+
+    What the first batch shows is not asked here. It does not see these: hooks of axolotl's do not run in it, a model
+    that model_init makes later has none of ringtile's, and what tensor parallelism does to gradients comes after the
+    backward that it compares.
+    """
     tp_size = trainer.get_tp_size()
     mesh = _mesh(trainer)
     refused = {
