@@ -12,6 +12,7 @@ from attention_calls import MASKS, problem
 from ringtile import AttentionDropout, IntervalMask, Layout, ops
 from ringtile.attn import aten, choose
 from ringtile.attn.backend import Block, Running, misaligned, why_slow
+from ringtile.attn.call import Options
 from ringtile.sequence.plan import rank_plan
 from ringtile.sequence.rounds import Round
 from torch import Tensor
@@ -29,7 +30,7 @@ class OnGpu(Tensor):
 def a_block(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, v_head_dim: int | None = None) -> Block:
     plan = rank_plan(IntervalMask.causal(8), Layout.contiguous(8, 1), 0)
     q, k, v = (torch.zeros(1, 8, 2, dim, dtype=dtype) for dim in (head_dim, head_dim, v_head_dim or head_dim))
-    return Block(OnGpu(q), k, v, Round.all_of(plan, CPU)[0], 0.25, 0.0)
+    return Block(OnGpu(q), k, v, Round.all_of(plan, CPU)[0], Options(0.25))
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def test_cudnn_takes_no_packed_documents() -> None:
     reasons = {}
     for name in ("causal", "documents"):
         plan = rank_plan(MASKS[name], Layout.contiguous(48, 1), 0)
-        reasons[name] = cudnn.lacks(Block(p.q, p.k, p.v, Round.all_of(plan, p.q.device)[0], 0.25, 0.0))
+        reasons[name] = cudnn.lacks(Block(p.q, p.k, p.v, Round.all_of(plan, p.q.device)[0], Options(0.25)))
     assert reasons["causal"] == ""
     assert reasons["documents"].endswith("times for a block's mask, more than 2 times")
 
@@ -117,7 +118,7 @@ def test_rows_of_a_view_and_dropout_are_slow_by_name(on_gpu: Any) -> None:
     narrow = a_block(head_dim=60)
     assert misaligned(narrow) == misaligned(narrow._replace(q=narrow.q[:, :5].contiguous()))  # of all lengths
     dropout = AttentionDropout(0.1, torch.zeros(1, dtype=torch.int64), 1)
-    assert "dropout" in why_slow(block._replace(dropout=dropout), backward=False)
+    assert "dropout" in why_slow(block._replace(options=Options(0.25, dropout=dropout)), backward=False)
 
 
 FA4, FA3, CUDNN, FLASH = aten.ATEN["cuda"]

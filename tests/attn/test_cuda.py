@@ -15,6 +15,7 @@ from ringtile import InputError, IntervalMask, RefusedError, arguments, ops
 from ringtile.attn import choose
 from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Backend, Block
+from ringtile.attn.call import Options
 from ringtile.cli import doctor
 from ringtile.sequence.rounds import Queries, Round
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -125,7 +126,7 @@ def test_attention_without_kernels_is_atens(monkeypatch: pytest.MonkeyPatch) -> 
 
     with FakeTensorMode():
         x = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
-        block = Block(x, x, x, round, 1.0, 0.0)
+        block = Block(x, x, x, round, Options(1.0))
         assert chosen(block, "auto") in ATEN["cuda"]
         with pytest.raises(RefusedError, match=r"'ringtile', but .* is not in use here: not built: .*to auto or aten"):
             chosen(block, "ringtile")

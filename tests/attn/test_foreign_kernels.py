@@ -17,7 +17,7 @@ from ringtile.attn import aten, choose
 from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block
-from ringtile.attn.call import Call
+from ringtile.attn.call import Call, Options
 from ringtile.sequence.plan import Shape, rank_plan
 from ringtile.sequence.rounds import Round
 from torch import Tensor
@@ -99,12 +99,12 @@ def test_an_error_after_a_part_was_added_goes_on(monkeypatch: pytest.MonkeyPatch
     doomed = fails(OfItsOwnError("of the second square"), second)
     plan = rank_plan(IntervalMask.sliding_window(48, 9), Layout.contiguous(48, 1), 0)
     p = problem(v_head_dim=16, dtype=torch.float32)
-    block = Block(p.q, p.k, p.v, Round.all_of(plan, CPU)[0], 0.25, 0.0)
+    block = Block(p.q, p.k, p.v, Round.all_of(plan, CPU)[0], Options(0.25))
     assert len(block.round.squares) > 1
     state = torch.zeros(p.q.shape), torch.zeros(*p.q.shape[:1], p.q.size(2), p.q.size(1), dtype=torch.float64)
     versions = choose._versions(state)
     sequence = ShardedSequence.of(IntervalMask.full(48), Layout.contiguous(48, 1))
-    call = Call.kept(sequence, Shape.of(*block[:3]), CPU, 0.25)
+    call = Call.kept(sequence, Shape.of(*block[:3]), CPU, block.options)
     monkeypatch.setattr(choose, "_choose", lambda *given, **options: doomed)
     with pytest.raises(OfItsOwnError):
         choose.forward(call, *(block.round, *block[:3]), choose.Running(*state, fresh=False))
@@ -148,7 +148,7 @@ def test_cudnn_gets_lengths_that_it_is_right_for(num_tokens: int, right: bool) -
     cudnn = aten.ATEN["cuda"][2]
     plan = rank_plan(IntervalMask.causal(num_tokens), Layout.contiguous(num_tokens, 1), 0)
     x = torch.zeros(1, num_tokens, 2, 64, dtype=torch.bfloat16)
-    reason = cudnn.lacks(Block(x, x, x, Round.all_of(plan, CPU)[0], 0.25, 0.0))
+    reason = cudnn.lacks(Block(x, x, x, Round.all_of(plan, CPU)[0], Options(0.25)))
     assert reason == ("" if right else "takes lengths that are multiples of 128")
 
 
@@ -213,7 +213,7 @@ def test_a_round_of_zigzag_is_one_call_besides_the_kernels(rank: int, monkeypatc
         (pack,) = round.packs(p.q, keys)
         state = choose.Running(out, lse, fresh=i == 0, rounded=torch.empty_like(p.q) if i and rank else None)
         with Calls() as calls:
-            aten.InPacks().forward(Block(p.q, keys, keys, round, 1.0, 0.0), state)
+            aten.InPacks().forward(Block(p.q, keys, keys, round, Options(1.0)), state)
         copies = [] if state.rounded is None or pack.num_queries == 64 else ["aten::copy_"]  # the other half of out
         assert calls.names == ["ringtile::attn_merge_", *copies]
 

@@ -13,7 +13,7 @@ from ringtile import IntervalMask, Layout, LoopbackWorld, ShardedSequence, ring_
 from ringtile.attn import aten, choose, ring
 from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Final
-from ringtile.attn.call import Call
+from ringtile.attn.call import Call, Options
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import dense
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,7 +38,7 @@ def calls_of_a_ring(world_size: int) -> tuple[Counter[str], Counter[str]]:
         layout = Layout.zigzag(32 * world_size, world_size)
         q, k, v = (torch.randn(1, 32, heads, 8, dtype=torch.bfloat16) for heads in (2, 1, 1))
         sequence = ShardedSequence(IntervalMask.full(32 * world_size), layout, group)
-        call = Call.of(sequence, q, k, v, 0.5, 0.0, "auto")
+        call = Call.of(sequence, q, k, v, Options(0.5))
         for _ in range(2):
             with group.transport.agree("calls", {}):
                 with Calls() as forward:
@@ -86,7 +86,7 @@ def test_one_round_holds_no_float32_out(kernel: str) -> None:
     """With ringtile's kernel; 2 GiB at 131,072 tokens of 32 heads. Weights and out are rounded once."""
     q, k, v = (torch.randn(1, 64, heads, 16, dtype=torch.bfloat16) for heads in (2, 1, 1))
     sequence = ShardedSequence(IntervalMask.causal(64), Layout.contiguous(64, 1), None)
-    call = Call.of(sequence, q, k, v, 0.25, 0.0, kernel)
+    call = Call.of(sequence, q, k, v, Options(0.25, 0.0, kernel))
     with Wide() as wide:
         out, lse = ring.forward(call, q, k, v)
     assert (wide.largest == 0) == (kernel == "ringtile")

@@ -24,7 +24,8 @@ from ringtile import (
     ring_attention,
 )
 from ringtile.attn import choose
-from ringtile.attn.attention import attend_through_op
+from ringtile.attn.call import Options
+from ringtile.attn.traced import attend
 from ringtile.scheme import Scheme, share
 from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor
@@ -66,7 +67,7 @@ def test_op_takes_a_scheme() -> None:
             out = ring_attention(*leaves, sequence)
             gradients = torch.autograd.grad(out.sum(), leaves)
             middle = group.transport.bytes_sent
-            through_op, _ = attend_through_op(*leaves, sequence, 0.25)
+            through_op, _ = attend(*leaves, sequence, Options(0.25))
             of_op = torch.autograd.grad(through_op.sum(), leaves)
             sent = group.transport.bytes_sent - middle  # heads a second time in the backward, because none were kept
             assert (sent == middle - begin) == (sequence.scheme == "ring")

@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant(
         "ring: scale not agreed on",
         "python/ringtile/attn/call.py",
-        '"scale": scale,',
+        '"scale": plain.scale,',
         '"scale": 1.0,',
         "tests/attn/test_ring_failures.py -k disagreement",
     ),

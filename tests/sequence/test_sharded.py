@@ -21,7 +21,8 @@ from ringtile import (
     ops,
     ring_attention,
 )
-from ringtile.attn.attention import attend_through_op
+from ringtile.attn.call import Options
+from ringtile.attn.traced import attend, sequence_of_tensors
 from ringtile.sequence import sharded
 from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor
@@ -67,7 +68,7 @@ def test_equal_parts_give_the_same_sequence() -> None:
         (first.begin, first.end, first.layout_tensor),
         (CAUSAL.begin.clone(), CAUSAL.end.clone(), ONE.tensor),
     ):
-        assert ShardedSequence.of_tensors(*tensors, "") is first
+        assert sequence_of_tensors(*tensors, "") is first
 
 
 def test_a_group_has_sequences_of_its_own() -> None:
@@ -83,7 +84,7 @@ def test_equal_digests_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "digest", lambda begin, end, layout: 0)
     full, causal = IntervalMask.full(41), IntervalMask.causal(41)
     layout = Layout.contiguous(41, 1)
-    one, other = (ShardedSequence.of_tensors(m.begin, m.end, layout.tensor, "") for m in (full, causal))
+    one, other = (sequence_of_tensors(m.begin, m.end, layout.tensor, "") for m in (full, causal))
     assert one.ring.plan.rounds[0].num_pairs == 41 * 41
     assert other.ring.plan.rounds[0].num_pairs == 41 * 42 // 2
 
@@ -110,34 +111,34 @@ def test_the_second_call_reads_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     p.q.requires_grad_()
     sequence = ShardedSequence(CAUSAL, ONE)
 
-    def attend() -> None:
+    def attend_thrice() -> None:
         out = ring_attention(p.q, p.k, p.v, sequence) + ring_attention(p.q, p.k, p.v, mask=CAUSAL, layout=ONE)
-        op_out, _ = attend_through_op(p.q, p.k, p.v, sequence, 0.25)
+        op_out, _ = attend(p.q, p.k, p.v, sequence, Options(0.25))
         (out + op_out).sum().backward()
 
-    attend()
+    attend_thrice()
     for name in ("digest", "plan_rank", "layout_check"):
         monkeypatch.setattr(ops, name, lambda *_: pytest.fail("read again"))
     monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("compared again"))
-    attend()
+    attend_thrice()
 
 
 def test_equal_tensors_are_those_of_a_sequence_whose_mask_was_not_written_to() -> None:
     mask = IntervalMask.causal(41)
     layout, copies = Layout.contiguous(41, 1), [x.clone() for x in mask.bounds]
     sequence = ShardedSequence(mask, layout)
-    assert ShardedSequence.of_tensors(*copies, layout.tensor, "") is sequence
+    assert sequence_of_tensors(*copies, layout.tensor, "") is sequence
     mask.end.fill_(41)
-    assert ShardedSequence.of_tensors(*copies, layout.tensor, "") is not sequence
+    assert sequence_of_tensors(*copies, layout.tensor, "") is not sequence
     full = IntervalMask.full(41).bounds
-    assert ShardedSequence.of_tensors(*full, layout.tensor, "") is not sequence
+    assert sequence_of_tensors(*full, layout.tensor, "") is not sequence
 
 
 def test_tensors_written_to_are_another_sequence() -> None:
     begin, end, layout = CAUSAL.begin.clone(), CAUSAL.end.clone(), ONE.tensor.clone()
-    first = ShardedSequence.of_tensors(begin, end, layout, "")
+    first = sequence_of_tensors(begin, end, layout, "")
     end.fill_(40)
-    second = ShardedSequence.of_tensors(begin, end, layout, "")
+    second = sequence_of_tensors(begin, end, layout, "")
     assert second is not first
     assert second.mask == IntervalMask.full(40)
 
@@ -147,17 +148,17 @@ def test_a_mask_written_to_is_refused(two_sides: bool, field: str) -> None:
     mask = IntervalMask.shared_prefix(20, [10, 10]) if two_sides else IntervalMask.causal(40)
     sequence, p = ShardedSequence(mask, ONE), problem(seq_len=40)
     operator.attrgetter(field)(sequence).fill_(40)
-    for attend in (ring_attention, lambda *given: attend_through_op(*given, 0.25)):
+    for attends in (ring_attention, lambda *given: attend(*given, Options(0.25))):
         with pytest.raises(InputError, match="the mask was written to after the sequence was made"):
-            attend(p.q, p.k, p.v, sequence)
+            attends(p.q, p.k, p.v, sequence)
 
 
 def test_two_sides_are_found_again_by_their_tensors() -> None:
     mask = IntervalMask.shared_prefix(20, [10, 10])
     sequence = ShardedSequence.of(mask, ONE)
     copies = [x.clone() for x in mask.bounds]
-    assert ShardedSequence.of_tensors(*copies, ONE.tensor, "") is sequence
-    assert ShardedSequence.of_tensors(mask.begin, mask.end, ONE.tensor, "").mask == IntervalMask.causal(40)
+    assert sequence_of_tensors(*copies, ONE.tensor, "") is sequence
+    assert sequence_of_tensors(mask.begin, mask.end, ONE.tensor, "").mask == IntervalMask.causal(40)
     assert IntervalMask.of_bounds(*(x[None] for x in IntervalMask.causal(40).bounds)) == IntervalMask.causal(40)
     with pytest.raises(InputError, match=r"begin is torch.int32 \(3, 1, 40\)"):
         IntervalMask.of_bounds(*(x.expand(3, 1, 40) for x in IntervalMask.causal(40).bounds))
@@ -177,10 +178,10 @@ def test_nothing_outlives_its_group_or_its_user() -> None:
     LoopbackWorld(2).run(on_rank)
     gc.collect()
     assert all(ref() is None for ref in sequences)
-    living = len(sharded._living)
+    living = len(sharded.living_sequences)
     for _ in range(100):
         ShardedSequence(CAUSAL, ONE)
-    assert len(sharded._living) <= living + 1
+    assert len(sharded.living_sequences) <= living + 1
 
 
 def test_a_sequence_whose_group_is_gone_is_refused() -> None:
@@ -216,7 +217,7 @@ def test_parts_that_do_not_fit_are_refused_by_name(case: str) -> None:
 def test_runs_that_are_no_partition_are_refused() -> None:
     mask, layout = IntervalMask.causal(4), torch.tensor([[0, 0, 1, 0, 2], [0, 1, 1, 2, 2]])
     with pytest.raises(LayoutError, match="position 1 is held 2 times"):
-        ShardedSequence.of_tensors(mask.begin, mask.end, layout, "")
+        sequence_of_tensors(mask.begin, mask.end, layout, "")
 
 
 def test_remembered_sequences_are_bounded_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

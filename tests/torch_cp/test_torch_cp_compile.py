@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from pool import run_ranks
 from ringtile import ContextParallel, IntervalMask, Layout, LoopbackWorld, context_parallel, ring_attention
-from ringtile.attn.attention import SequenceTensors, attend_through_op
+from ringtile.attn.call import Options
+from ringtile.attn.traced import SequenceTensors, attend
 from ringtile.transport.loopback import LoopbackGroup
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -88,7 +89,7 @@ def qkv() -> list[Tensor]:
 
 
 def ring_of_one(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, end: Tensor, layout: Tensor) -> Tensor:
-    return attend_through_op(q, k, v, SequenceTensors(begin, end, layout), 0.5)[0]
+    return attend(q, k, v, SequenceTensors(begin, end, layout), Options(0.5))[0]
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])

@@ -22,6 +22,7 @@ from ringtile import (
     ShardedSequence,
     context_parallel,
 )
+from ringtile.attn import traced
 from ringtile.torch_context_parallel import scope as scope_module
 from ringtile.torch_context_parallel.mode import RingMode
 from ringtile.torch_context_parallel.scope import AttentionScope
@@ -183,7 +184,7 @@ def test_layers_and_steps_share_one_sequence(monkeypatch: pytest.MonkeyPatch) ->
         (IntervalMask, "__post_init__"),
         (IntervalMask, "__eq__"),
         (ShardedSequence, "__init__"),
-        (ShardedSequence, "of_tensors"),
+        (traced, "sequence_of_tensors"),
     ):
         monkeypatch.setattr(owner, name, unwanted)
     assert all(a.equal(b) for a, b in zip(first, attend(), strict=True))

@@ -112,7 +112,7 @@ class InSquares:
                 _heads_first(k[keys], square),
                 _heads_first(v[keys], square),
                 square.causal,
-                block.scale,
+                block.options.scale,
             )
             part_lse = part_lse.reshape(part.shape[:3])
             part_lse = part_lse.flip(2) if square.flipped else part_lse
@@ -135,7 +135,7 @@ class InSquares:
                 _heads_first(final.out[queries], square),
                 (lse_part.flip(2) if square.flipped else lse_part).contiguous(),
                 square.causal,
-                block.scale,
+                block.options.scale,
             )
             for gradient, part, at in zip(grads[:3], parts, (queries, keys, keys), strict=True):
                 gradient[at].add_(_tokens_first(part, square))
@@ -209,10 +209,10 @@ class InPacks:
 def _lacks(block: Block) -> str:
     """Return why aten has no kernel for a block; "" if it may have one."""
     q, v = block.q, block.v
-    if block.dropout is not None:
+    if block.options.dropout is not None:
         return "draws dropout from a generator, not from counters"
-    if block.softcap != 0:
-        return f"has no softcap, which is {block.softcap}"
+    if block.options.softcap != 0:
+        return f"has no softcap, which is {block.options.softcap}"
     if v.size(3) != q.size(3):
         return f"has one head dim, which is {q.size(3)} for q and k, and {v.size(3)} for v"
     if q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16):
@@ -293,7 +293,7 @@ def _sequences(pack: Pack) -> tuple[Any, ...]:
 
 
 def _options(pack: Pack, block: Block) -> dict[str, Any]:
-    return {"scale": block.scale, "window_size_left": pack.left, "window_size_right": pack.right}
+    return {"scale": block.options.scale, "window_size_left": pack.left, "window_size_right": pack.right}
 
 
 # ---- the kernels --------------------------------------------------------------------------------

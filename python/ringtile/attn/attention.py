@@ -1,33 +1,29 @@
 """Exact attention over a sequence sharded over the ranks of a group: a ring (arXiv:2310.01889), or another scheme.
 
-The public functions; a node of autograd behind them; and, for what sees ops only (torch.compile, selective
-checkpointing, function transforms), an op. Heads are exchanged where ranks share them (ulysses.py), and keys travel
-around the ring (ring.py); choose.py says who computes a block of them.
+The public functions, and a node of autograd behind them; what sees ops only (torch.compile, selective checkpointing,
+function transforms) goes another way (traced.py). Heads are exchanged where ranks share them (ulysses.py), and keys
+travel around the ring (ring.py); choose.py says who computes a block of them.
 
-Shape letters: B batch, S global tokens, N local tokens, H query heads, G kv heads, D head dim, Dv value head dim,
-R runs of all ranks.
+Shape letters: B batch, S global tokens, N local tokens, H query heads, G kv heads, D head dim, Dv value head dim.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ringtile import arguments, derivatives, keep, ops
-from ringtile.attn import ring, ulysses
-from ringtile.attn.call import AttentionDropout, AttentionKernel, Call, check_options, check_tensors
+from ringtile.attn import ulysses
+from ringtile.attn.call import AttentionDropout, AttentionKernel, Call, Options
 from ringtile.errors import InputError, shown
 from ringtile.sequence.layout import Layout, check_types, named_layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence, check_given, tell_others
-from ringtile.transport.groups import Group, group_name, is_traced, propagate_errors, transport_of
-from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS
+from ringtile.transport.groups import Group
 
 if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
-
     from ringtile.attn.latents import Latents
 
 
@@ -75,30 +71,23 @@ def ring_attention(
     Raises InputError before any key is sent, RingMismatchError when ranks disagree or another refuses its arguments,
     PeerLostError when one is gone.
     """
-    through_op = torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q))
+    options = Options(scale, softcap, attention_kernel, sinks, dropout, return_lse)
+    if torch.compiler.is_compiling() or (isinstance(q, Tensor) and not is_plain(q)):
+        from ringtile.attn import traced
+
+        return traced.ring_attention(q, k, v, sequence, (mask, layout, group), options, expand)
     parts: Any = mask, layout, group
     try:
-        if not isinstance(sequence, SequenceTensors):
-            check_given("ring_attention", sequence, *parts)
-        if through_op:
-            scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
-            if expand is not None:
-                k, v = expand(k, v)
-            tensors = sequence or SequenceTensors.of(*parts)
-            out, lse = attend_through_op(q, k, v, tensors, scale, softcap, attention_kernel, sinks, dropout)
-        else:  # dispatching a Python op costs more than a small block
-            options = scale, softcap, attention_kernel, sinks, dropout, return_lse
-            tokens = sequence or ShardedSequence.of(*parts)
-            if expand is None:
-                call = Call.of(tokens, q, k, v, *options)
-            else:
-                call, k, v = expand.call(tokens, q, k, v, *options)
-            return _attend(call, q, k, v, sinks, return_lse)
+        check_given("ring_attention", sequence, *parts)
+        tokens = sequence or ShardedSequence.of(*parts)
+        if expand is None:
+            call = Call.of(tokens, q, k, v, options)
+        else:
+            call, k, v = expand.call(tokens, q, k, v, options)
+        return _attend(call, q, k, v, sinks, return_lse)
     except Exception as error:
-        if not is_traced(q):
-            tell_others("ring_attention", error, sequence, layout, group)
+        tell_others("ring_attention", error, sequence, layout, group)
         raise
-    return (out, lse.to(ops.state_dtype(q.dtype))) if return_lse else out
 
 
 def attention(
@@ -129,14 +118,14 @@ def attention(
     if not isinstance(q, Tensor) or not isinstance(k, Tensor):
         arguments.check_tensor("q", q)
         arguments.check_tensor("k", k)
-    options: Any = scale, softcap, "auto", sinks, dropout, return_lse
-    if torch.compiler.is_compiling() or not is_plain(q):  # what traces makes no mask or layout
-        given: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
-        tensors: Any = SequenceTensors.of_one_rank(q.shape[1] if q.dim() > 1 else 1, mask, bool(is_causal))
-        return ring_attention(q, k, v, tensors, return_lse=return_lse, **given)
+    options = Options(scale, softcap, "auto", sinks, dropout, return_lse)
+    if torch.compiler.is_compiling() or not is_plain(q):
+        from ringtile.attn import traced
+
+        return traced.attention(q, k, v, mask, bool(is_causal), options)
     mask = _mask_of(q, k, mask, bool(is_causal))
     sequence = ShardedSequence.of(mask, named_layout("contiguous", mask.seq_len, 1))
-    return _attend(Call.of(sequence, q, k, v, *options, of_last=True), q, k, v, sinks, return_lse)
+    return _attend(Call.of(sequence, q, k, v, options, of_last=True), q, k, v, sinks, return_lse)
 
 
 def _mask_of(q: Tensor, k: Tensor, mask: IntervalMask | None, is_causal: bool) -> IntervalMask:
@@ -201,7 +190,7 @@ def _kept_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
         (out, lse), number = kept
         return out, lse, ulysses.Saved(q, k, v, out, lse), number, heads is not None
     is_local = slot is not None and heads is not None
-    out, lse, saved = ulysses.forward(call.but(returns_lse=True) if is_local else call, q, k, v)
+    out, lse, saved = ulysses.forward(call.with_lse() if is_local else call, q, k, v)
     number = call.transport.num_calls
     if slot is not None:
         slot.fill((out, lse), number)
@@ -210,9 +199,9 @@ def _kept_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
 
 def _slot(call: Call) -> keep.Slot | None:
     """Return where a checkpointed layer keeps (out, lse) of this call."""
-    shape, drop = call.shape, call.dropout
+    shape, drop = call.shape, call.options.dropout
     draws = drop and (drop.probability, drop.seed, drop.step, drop.stream)
-    about = shape, call.attention_kernel, call.returns_lse, draws
+    about = shape, call.options.attention_kernel, call.options.returns_lse, draws
     key = "ring_attention", *call.fields.values(), call.group_name, about
     per_token = shape.batch * shape.num_heads * (shape.v_head_dim * shape.dtype.itemsize + 8)
     return keep.slot(key, per_token * call.max_local_len)
@@ -226,7 +215,7 @@ class RingAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         out, lse, saved, ctx.number, ctx.is_local = forward(call, q, k, v)
-        rows = None if call.dropout is None else call.dropout.rows
+        rows = None if call.options.dropout is None else call.options.dropout.rows
         ctx.save_for_backward(sinks, rows, *saved, *weights)  # rows: so that a write is noticed
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -252,136 +241,3 @@ class RingAttention(torch.autograd.Function):
                 "ring_attention", compute, dout, dlse, *saved, propagate_errors=transport.propagate_errors
             )
         return *gradients[:4], None, *gradients[4:]
-
-
-# ---- the op -------------------------------------------------------------------------------------
-
-# Numbers travel in two lists: scale, softcap and the probability of dropout; seed, step and stream of dropout. The
-# backward gets the local tensors; ranks that share heads exchange them again.
-
-
-class SequenceTensors(NamedTuple):
-    """A sequence as the op takes it, where none can be made because the call is traced. As in ShardedSequence."""
-
-    begin: Tensor
-    end: Tensor
-    layout_tensor: Tensor
-    group_name: str = ""
-    scheme: str = "ring"
-
-    @classmethod
-    def of(cls, mask: IntervalMask, layout: Layout, group: Group | None) -> SequenceTensors:
-        return cls(*mask.bounds, layout.tensor, group_name(group))
-
-    @classmethod
-    def of_one_rank(cls, seq_len: int, mask: IntervalMask | None, is_causal: bool) -> SequenceTensors:
-        """Return the call of one rank for the mask; None: for num_tokens tokens, which may be a symbol of
-        torch.compile's."""
-        end = torch.arange(1, seq_len + 1, dtype=torch.int32, device="cpu")[None]
-        bounds = (0 * end, end if is_causal else 0 * end + seq_len) if mask is None else mask.bounds
-        runs = torch.tensor([[[0, 0, 1, 0, 0]], [[0, 0, 0, 0, 1]]], dtype=torch.int64, device="cpu")
-        return cls(*bounds, runs[0] + runs[1] * bounds[0].size(-1))
-
-
-def attend_through_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequence: ShardedSequence | SequenceTensors,
-    scale: float,
-    softcap: float = 0.0,
-    attention_kernel: str = "auto",
-    sinks: Tensor | None = None,
-    dropout: AttentionDropout | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return out and lse, through the op, which takes no objects; `_call` is the way back. `check_options` was run."""
-    drop = (0.0, 0, 0, 0) if dropout is None else (dropout.probability, dropout.seed, dropout.step, dropout.stream)
-    rows = None if dropout is None else dropout.rows
-    out, lse = torch.ops.ringtile.ring_attention(
-        *(q, k, v, sequence.begin, sequence.end, sequence.layout_tensor, sinks, rows),
-        *([scale, softcap, drop[0]], [*drop[1:]], sequence.group_name, attention_kernel, sequence.scheme),
-    )
-    return out, lse
-
-
-_INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor begin, Tensor end, Tensor layout, Tensor? sinks, Tensor? rows, "
-    "float[] numbers, SymInt[] counters, str group_name, str attention_kernel, str scheme"
-)
-
-
-# Nor where it does not communicate: a graph of torch.compile's would go on with the mask that it was captured with.
-@torch.library.custom_op(
-    "ringtile::ring_attention", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor)", tags=NOT_IN_CUDA_GRAPHS
-)
-def _ring_attention(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    with transport_of(given[-3]).propagate_errors("ring_attention forward"):
-        return ulysses.forward(_call(q, k, v, *given), q, k, v)[:2]
-
-
-@torch.library.custom_op(
-    "ringtile::ring_attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=NOT_IN_CUDA_GRAPHS,
-)
-def _ring_attention_backward(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dsinks (empty without sinks)."""
-    saved, sinks = ulysses.Saved(q, k, v, out, lse), given[3]
-    with transport_of(given[-3]).propagate_errors("ring_attention backward"):
-        call = _call(q, k, v, *given)
-        dq, dk, dv, dsinks = ulysses.backward(call, saved, dout, dlse, sinks, is_local=True)
-    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
-
-
-def _call(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> Call:
-    """Return the call that `attend_through_op` wrote down in numbers and tensors."""
-    begin, end, layout, sinks, rows, (scale, softcap, probability), counters, group_name, kernel, scheme = given
-    sequence = ShardedSequence.of_tensors(begin, end, layout, group_name, scheme)
-    dropout = None if rows is None else AttentionDropout(probability, rows, *counters)
-    return Call.of(sequence, q, k, v, scale, softcap, kernel, sinks, dropout)
-
-
-@_ring_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    sinks, rows, (scale, softcap, _) = given[3:6]
-    check_tensors(q, k, v, scale, softcap, sinks, rows)
-    return ring.empty_outputs(q, v.size(3), q.dtype)
-
-
-@_ring_attention_backward.register_fake
-def _(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    sinks = inputs[6]
-    dsinks = out.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
-    return *(x.new_empty(x.shape) for x in inputs[:3]), dsinks
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:8])
-    ctx.given = inputs[8:]
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    with propagate_errors(ctx.given[2], "ring_attention backward", saved[0]):
-        derivatives.check_once("the backward of ring_attention", dout, dlse)
-        if dout is None:
-            dout = torch.zeros_like(saved[0])
-        dq, dk, dv, dsinks = _ring_attention_backward(dout, dlse, *saved, *ctx.given)
-    return dq, dk, dv, None, None, None, None if saved[8] is None else dsinks, *[None] * 6
-
-
-def _keep_group(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.group_name = inputs[-3]  # type: ignore[attr-defined]
-
-
-def _refuse_backward(ctx: FunctionCtx, *gradients: Tensor) -> None:
-    with propagate_errors(ctx.group_name, "the second derivative of ring_attention", gradients[0]):  # type: ignore[attr-defined]
-        raise derivatives.differentiated_again("ring_attention")
-
-
-_ring_attention.register_autograd(_backward, setup_context=_setup_context)
-_ring_attention_backward.register_autograd(_refuse_backward, setup_context=_keep_group)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringtile import ops
-from ringtile.attn.call import AttentionDropout
+from ringtile.attn.call import Options
 from ringtile.sequence.rounds import Round
 
 
@@ -29,9 +29,7 @@ class Block(NamedTuple):
     k: Tensor  # (B, K, G, D)
     v: Tensor  # (B, K, G, Dv)
     round: Round  # on q's device
-    scale: float
-    softcap: float
-    dropout: AttentionDropout | None = None
+    options: Options  # checked
 
 
 class Running(NamedTuple):
@@ -114,7 +112,8 @@ class Ringtile:
         return f"is not in use here: {reason}" if reason else ""
 
     def forward(self, block: Block, state: Running) -> None:
-        q, k, v, round, scale, softcap, dropout = block
+        (q, k, v, round, _), (scale, softcap, *_) = block, block.options
+        dropout = block.options.dropout
         begin, end = round.queries.bounds.read()
         given = q, k, v, begin, end, round.k_runs, state.out, state.lse, scale, softcap, state.fresh
         options = {} if dropout is None and not round.key_bounds else _options(block)
@@ -123,7 +122,8 @@ class Ringtile:
         ops.attn_fwd_(*given, **options)
 
     def backward(self, block: Block, final: Final, grads: Gradients) -> None:
-        q, k, v, round, scale, softcap, dropout = block
+        (q, k, v, round, _), (scale, softcap, *_) = block, block.options
+        dropout = block.options.dropout
         begin, end = round.queries.bounds.read()
         given = q, k, v, begin, end, round.k_runs, final.dout, final.lse, final.delta, *grads[:3]
         options = {} if dropout is None and not round.key_bounds else _options(block)
@@ -135,7 +135,7 @@ class Ringtile:
 def _options(block: Block) -> dict[str, Any]:
     """Return what most blocks do without, by name."""
     options: dict[str, Any] = {"positions": block.round.queries.positions_there()}
-    if (drop := block.dropout) is not None:
+    if (drop := block.options.dropout) is not None:
         options |= {"dropout": drop.probability, "seed": drop.seed, "step": drop.step, "stream": drop.stream}
         options["rows"] = drop.rows
     if block.round.key_bounds:
@@ -156,7 +156,7 @@ def why_slow(block: Block, *, backward: bool) -> str:
         return ops.why_no_amx()
     if ops.why_no_kernels(q.device):  # in use there
         return ""
-    if block.dropout is not None:
+    if block.options.dropout is not None:
         return "dropout of weights has no kernel for tensor cores; set the model's attention dropout to 0"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"{q.dtype} has no kernel for tensor cores; train in bfloat16 (bf16: true) or float16"

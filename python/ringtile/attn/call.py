@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -60,9 +60,39 @@ class AttentionDropout:
                 raise InputError(f"the {name} of dropout is {numbers[-1]}; expected 0..2^32 - 1")
         return AttentionDropout(probability, self.rows, *numbers) if probability else None
 
-    def of_heads(self, heads: range) -> AttentionDropout:
-        """Return it for a call on some of the query heads: the kernel counts heads in bits 20.. of the row."""
-        return replace(self, rows=self.rows + (heads.start << 20)) if heads.start else self
+
+class Options(NamedTuple):
+    """What the caller of an attention chooses, as of `ring_attention`."""
+
+    scale: Any = None  # a float; None: 1 / sqrt(D)
+    softcap: float = 0.0
+    attention_kernel: str = "auto"
+    sinks: Tensor | None = None
+    dropout: AttentionDropout | None = None
+    returns_lse: bool = True
+
+    def checked(self, q: Any, k: Any, v: Any) -> Options:
+        """Return it with scale and softcap in numbers. InputError or RefusedError: what no call takes.
+
+        torch.compile traces it, so it reads no tensor.
+        """
+        scale, softcap, kernel, sinks, dropout, _ = self
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            arguments.check_tensor(name, x)
+        if sinks is not None:
+            arguments.check_tensor("sinks", sinks)
+        if dropout is not None and not isinstance(dropout, AttentionDropout):
+            raise InputError(f"dropout is a {type(dropout).__name__}; expected a ringtile.AttentionDropout")
+        if kernel not in ATTENTION_KERNELS:
+            raise InputError(f"attention_kernel is {shown(kernel)}; expected one of {', '.join(ATTENTION_KERNELS)}")
+        derivatives.check_once("ring_attention", q, k, v, sinks)
+        if scale is None:
+            head_dim = q.size(-1) if q.dim() else 0
+            if head_dim == 0:
+                raise InputError(f"q has shape {tuple(q.shape)}, and so head dim 0; expected 1..{ops.MAX_HEAD_DIM}")
+            scale = head_dim**-0.5
+        scale, softcap = arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
+        return self._replace(scale=scale, softcap=softcap)
 
 
 class Blocks(Protocol):
@@ -87,10 +117,7 @@ class Call:
     checked, and kept by the sequence, which it keeps not alive; a call with tensors of its own is a copy."""
 
     shape: Shape  # of q, k and v as the caller gave them, with all heads
-    scale: float
-    softcap: float
-    attention_kernel: str
-    returns_lse: bool  # where ranks share heads, lse travels back only then
+    options: Options  # checked: sinks (H) of the state dtype, without a graph; no dropout of probability 0
     ring: Ring
     device: torch.device
     shares: tuple[Share, ...]  # of the heads, by rank of those that share them
@@ -101,26 +128,11 @@ class Call:
     group: Callable[[], Transport | None]  # weak
     of_last: int | None = None  # so many of the last tokens have queries; None: all
     backends: dict[object, Any] = field(default_factory=dict)  # who computes a round (choose.py)
-    # Of one call:
-    sinks: Tensor | None = None  # (H) of the state dtype, without a graph
-    dropout: AttentionDropout | None = None  # None where its probability is 0
-    blocks: Blocks | None = None  # who computes blocks in place of choose.py
+    blocks: Blocks | None = None  # who computes blocks of one call in place of choose.py
 
     @classmethod
     def of(
-        cls,
-        sequence: ShardedSequence,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None,
-        softcap: float,
-        attention_kernel: str,
-        sinks: Tensor | None = None,
-        dropout: AttentionDropout | None = None,
-        returns_lse: bool = True,
-        *,
-        of_last: bool = False,
+        cls, sequence: ShardedSequence, q: Tensor, k: Tensor, v: Tensor, options: Options, *, of_last: bool = False
     ) -> Call:
         """Return the call as the kernels take it, its scheme resolved. of_last: q may be of the last tokens alone.
 
@@ -130,18 +142,16 @@ class Call:
         arguments.check_whole(q=q, k=k, v=v)
         derivatives.check_once("ring_attention", q, k, v)
         key: Hashable = None
-        if sinks is None and dropout is None and (type(scale), type(softcap), type(attention_kernel)) in _PLAIN:
+        if options.sinks is None and options.dropout is None and tuple(map(type, options[:3])) in _PLAIN:
             key = (
                 *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
-                *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-                *(scale, softcap, attention_kernel, returns_lse, of_last),
+                *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, of_last),
             )
             if (call := sequence.calls.get(key)) is not None and sequence.is_unchanged():
                 return call  # type: ignore[no-any-return]
-        options = attention_kernel, sinks, dropout
-        shape, scale, softcap = check(sequence, q, k, v, scale, softcap, *options, of_last=of_last)
+        shape, options = check(sequence, q, k, v, options, of_last=of_last)
         num_last = q.shape[1] if q.shape[1] < k.shape[1] else None
-        call = cls.kept(sequence, shape, q.device, scale, softcap, *options, returns_lse, of_last=num_last)
+        call = cls.kept(sequence, shape, q.device, options, of_last=num_last)
         if key is not None:
             sequence.remember_call(key, call)
         return call
@@ -152,18 +162,14 @@ class Call:
         sequence: ShardedSequence,
         shape: Shape,
         device: torch.device,
-        scale: float,
-        softcap: float = 0.0,
-        attention_kernel: str = "auto",
-        sinks: Tensor | None = None,
-        dropout: AttentionDropout | None = None,
-        returns_lse: bool = True,
+        options: Options,
         *,
         of_last: int | None = None,
     ) -> Call:
         """Return a call of the kind that the sequence keeps, made if it is the first. InputError: of dropout alone."""
-        drop = None if dropout is None else dropout.in_numbers()
-        kind = shape, device, scale, softcap, attention_kernel, returns_lse, of_last, sinks is None, drop is None
+        sinks, drop = options.sinks, None if options.dropout is None else options.dropout.in_numbers()
+        plain = options._replace(sinks=None, dropout=None)
+        kind = shape, device, plain, of_last, sinks is None, drop is None
         if (call := sequence.calls.get(kind)) is None:
             with _disable_current_modes():  # of fake tensors: masks are real
                 resolved = sequence.resolved(shape)
@@ -178,25 +184,29 @@ class Call:
                 "head_dim": shape.head_dim,
                 "v_head_dim": shape.v_head_dim,
                 "dtype": str(shape.dtype),
-                "scale": scale,
-                "softcap": softcap,
+                "scale": plain.scale,
+                "softcap": plain.softcap,
                 "scheme": resolved.scheme,
                 "layout digest": layout_digest,
                 "mask digest": mask_digest,
             }
-            about = shape, scale, softcap, attention_kernel, returns_lse, ring, device, shares, sequence.local_len
-            call = cls(*about, longest, sequence.group_name, fields, sequence.weak_transport, of_last)
+            about = shape, plain, ring, device, shares, sequence.local_len, longest, sequence.group_name
+            call = cls(*about, fields, sequence.weak_transport, of_last)
             sequence.remember_call(kind, call)
         if sinks is None and drop is None:
             return call
         sinks = None if sinks is None else sinks.detach().to(ops.state_dtype(shape.dtype))
-        return call.but(sinks=sinks, dropout=drop)
+        return call.but(options=plain._replace(sinks=sinks, dropout=drop))
 
     def but(self, **changes: Any) -> Call:
         """Return the call with some fields changed."""
         call = object.__new__(Call)
         vars(call).update(vars(self) | changes)
         return call
+
+    def with_lse(self) -> Call:
+        """Return the call where ranks that share heads send lse back, too."""
+        return self.but(options=self.options._replace(returns_lse=True))
 
     @functools.cached_property
     def rounds(self) -> tuple[Round, ...]:
@@ -211,39 +221,32 @@ class Call:
 
     def terms(self) -> dict[str, HeaderValue]:
         """Return the fields that all ranks must have alike."""
-        fields, drop = self.fields, self.dropout
+        fields, (*_, sinks, drop, returns_lse) = self.fields, self.options
         if self.shape.latent_dim:
             fields = fields | {"latent_dim": self.shape.latent_dim}
-        if self.sinks is not None:
-            fields = fields | {"sinks": self.sinks.size(0)}
+        if sinks is not None:
+            fields = fields | {"sinks": sinks.size(0)}
         if self.ring.heads is not None:
-            fields = fields | {"return_lse": str(self.returns_lse)}
+            fields = fields | {"return_lse": str(returns_lse)}
         if drop is not None:
             fields = {**fields, "dropout": drop.probability, "dropout seed": drop.seed, "dropout stream": drop.stream}
         return fields
 
     def of_heads(self, heads: range) -> Call:
         """Return the call for some of the query heads."""
-        sinks = None if self.sinks is None else self.sinks[heads.start : heads.stop]
-        return self.but(sinks=sinks, dropout=self.dropout and self.dropout.of_heads(heads))
+        sinks, drop = self.options.sinks, self.options.dropout
+        sinks = None if sinks is None else sinks[heads.start : heads.stop]
+        if drop is not None and heads.start:  # the kernel counts heads in bits 20.. of the row
+            drop = replace(drop, rows=drop.rows + (heads.start << 20))
+        return self.but(options=self.options._replace(sinks=sinks, dropout=drop))
 
 
 def check(
-    sequence: ShardedSequence,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    softcap: float,
-    attention_kernel: str,
-    sinks: Tensor | None,
-    dropout: AttentionDropout | None,
-    *,
-    of_last: bool = False,
-) -> tuple[Shape, float, float]:
-    """Return shape, scale and softcap of a call. InputError, RefusedError: as of `Call.of`."""
-    scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
-    shape = check_tensors(q, k, v, scale, softcap, sinks, None if dropout is None else dropout.rows)
+    sequence: ShardedSequence, q: Tensor, k: Tensor, v: Tensor, options: Options, *, of_last: bool = False
+) -> tuple[Shape, Options]:
+    """Return the shape of a call and its options in numbers. InputError, RefusedError: as of `Call.of`."""
+    options = options.checked(q, k, v)
+    shape = check_tensors(q, k, v, options)
     sequence.check_call("q", q)
     num_queries, num_keys = q.shape[1], k.shape[1]
     if num_keys != sequence.local_len or not (num_queries == num_keys or (of_last and num_queries < num_keys)):
@@ -252,31 +255,7 @@ def check(
             f"{sequence.local_len} of {sequence.seq_len} tokens"
         )
     sequence.transport.check_device(q.device)
-    return shape, scale, softcap
-
-
-def check_options(
-    q: Any, k: Any, v: Any, scale: Any, softcap: Any, sinks: Any, dropout: Any, kernel: Any
-) -> tuple[float, float]:
-    """Return scale and softcap as numbers. Raise InputError or RefusedError for what no call takes.
-
-    torch.compile traces it, so it reads no tensor.
-    """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        arguments.check_tensor(name, x)
-    if sinks is not None:
-        arguments.check_tensor("sinks", sinks)
-    if dropout is not None and not isinstance(dropout, AttentionDropout):
-        raise InputError(f"dropout is a {type(dropout).__name__}; expected a ringtile.AttentionDropout")
-    if kernel not in ATTENTION_KERNELS:
-        raise InputError(f"attention_kernel is {shown(kernel)}; expected one of {', '.join(ATTENTION_KERNELS)}")
-    derivatives.check_once("ring_attention", q, k, v, sinks)
-    if scale is None:
-        head_dim = q.size(-1) if q.dim() else 0
-        if head_dim == 0:
-            raise InputError(f"q has shape {tuple(q.shape)}, and so head dim 0; expected 1..{ops.MAX_HEAD_DIM}")
-        scale = head_dim**-0.5
-    return arguments.check_number("scale", scale), arguments.check_number("softcap", softcap)
+    return shape, options
 
 
 def unwritten_keys(q: Tensor, num_kv_heads: int, v_head_dim: int, num_tokens: int = 1) -> tuple[Tensor, Tensor]:
@@ -285,15 +264,7 @@ def unwritten_keys(q: Tensor, num_kv_heads: int, v_head_dim: int, num_tokens: in
     return k, v
 
 
-def check_tensors(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None = None,
-    rows: Tensor | None = None,
-) -> Shape:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, options: Options = Options()) -> Shape:  # noqa: B008
     """Return the shape of q, k and v. Raise InputError for tensors and numbers that the kernels cannot take.
 
     q (B, N, H, D), k (B, K, G, D) and v (B, K, G, Dv) need one dtype of ops.FLOAT_DTYPES, one device, unit stride in
@@ -301,6 +272,7 @@ def check_tensors(
     or a normal number. sinks (H), where q is, of any float dtype. rows, of dropout, int64 (B), contiguous, where q is.
     """
     arguments.check_device("q", q)
+    sinks, rows = options.sinks, None if options.dropout is None else options.dropout.rows
     dtype, device = q.dtype, q.device
     for name, x in (("q", q), ("k", k), ("v", v)):
         shape = x.shape
@@ -334,7 +306,7 @@ def check_tensors(
             f"q has {heads} heads and k, v have {k_shape[2]}; "
             "expected the query heads to be a positive multiple of the kv heads"
         )
-    arguments.check_scale_and_softcap(dtype, scale, softcap)
+    arguments.check_scale_and_softcap(dtype, options.scale or 0.0, options.softcap)
     if sinks is not None:
         if sinks.shape != (heads,):
             raise InputError(

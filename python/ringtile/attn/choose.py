@@ -32,7 +32,7 @@ RINGTILE: Backend = Ringtile()
 
 def forward(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, state: Running) -> None:
     """Merge the keys of a round into the state."""
-    block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
+    block = Block(q, k, v, round, call.options)
     key = round, False, False, current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()
     while (backend := call.backends.get(key) or _find(call, block, *key)) is not RINGTILE:
         kept = () if state.fresh else (state.out, state.lse)
@@ -48,7 +48,7 @@ def forward(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, state: Ru
 
 def backward(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor, final: Final, grads: Gradients) -> None:
     """Add the gradients of a round."""
-    block, takes_dlse = Block(q, k, v, round, call.scale, call.softcap, call.dropout), final.dlse is not None
+    block, takes_dlse = Block(q, k, v, round, call.options), final.dlse is not None
     key = round, True, takes_dlse, current_flash_attention_impl(), torch.are_deterministic_algorithms_enabled()
     while (backend := call.backends.get(key) or _find(call, block, *key)) is not RINGTILE:
         kept = grads[:1] if grads.fresh else grads[:3]
@@ -92,7 +92,7 @@ def check(call: Call, q: Tensor, *, takes_dlse: bool, backward: bool) -> None:
     k, v = unwritten_keys(q, 1, v_head_dim)
     q = q.new_empty((1, 1, 1 if num_heads == num_kv_heads else 2, head_dim))  # others run where each has a kv head
     for round in call.rounds if num_heads else ():
-        block = Block(q, k, v, round, call.scale, call.softcap, call.dropout)
+        block = Block(q, k, v, round, call.options)
         if (round, *kind) not in call.backends:
             _find(call, block, round, *kind)
 
@@ -105,7 +105,7 @@ def _find(call: Call, block: Block, round: Round, backward: bool, takes_dlse: bo
 
     RefusedError: nobody can.
     """
-    backend = _choose(block, call.attention_kernel, takes_dlse=takes_dlse, backward=backward)
+    backend = _choose(block, call.options.attention_kernel, takes_dlse=takes_dlse, backward=backward)
     if not _captures(block.q):
         call.backends[round, backward, takes_dlse, *told] = backend
     return backend
@@ -126,7 +126,7 @@ def _choose(block: Block, setting: str, *, takes_dlse: bool, backward: bool) -> 
     where = f"{q.dtype} with head dims {q.size(3)} and {v.size(3)} on {q.device}"
     for backend in _in_order(setting, block, backward):
         is_own = backend is RINGTILE
-        options = (block.dropout is not None, bool(block.round.key_bounds)) if is_own else ()
+        options = (block.options.dropout is not None, bool(block.round.key_bounds)) if is_own else ()
         if reason := backend.lacks(block) or (_NO_DLSE if takes_dlse and not is_own else ""):
             unable[backend.name] = reason
         elif reason := why_wrong(backend, q, k, v, *options):

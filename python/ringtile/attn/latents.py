@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ringtile import arguments, derivatives, ops
 from ringtile.attn import choose, ring
 from ringtile.attn.backend import Final, Gradients, Running
-from ringtile.attn.call import AttentionDropout, Call, check, check_tensors, unwritten_keys
+from ringtile.attn.call import Call, Options, check, check_tensors, unwritten_keys
 from ringtile.errors import InputError
 from ringtile.sequence.plan import Shape
 from ringtile.sequence.rounds import Round
@@ -77,20 +77,9 @@ class Latents:
         return shape._replace(latent_dim=numbers if is_less else 0)
 
     def call(
-        self,
-        sequence: ShardedSequence,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float | None,
-        softcap: float,
-        attention_kernel: str,
-        sinks: Tensor | None,
-        dropout: AttentionDropout | None,
-        returns_lse: bool,
+        self, sequence: ShardedSequence, q: Tensor, k: Tensor, v: Tensor, options: Options
     ) -> tuple[Call, Tensor, Tensor]:
         """Return the call, and k and v, as they travel. Arguments and errors: as of `Call.of`."""
-        options = attention_kernel, sinks, dropout
         arguments.check_whole(q=q, k=k, v=v)
         derivatives.check_once("ring_attention", q, k, v)
         k_made, v_made = k, v
@@ -98,9 +87,8 @@ class Latents:
             shape = self.shape_of(q, k, v)
             k_one, v_one = unwritten_keys(q, self.num_kv_heads, self.v_head_dim)
             k_made, v_made = k_one.expand(-1, k.size(1), -1, -1), v_one.expand(-1, k.size(1), -1, -1)
-        _, scale, softcap = check(sequence, q, k_made, v_made, scale, softcap, *options)
-        call = Call.kept(sequence, shape, q.device, scale, softcap, *options, returns_lse)
-        return self.travel(call, q, k, v)
+        _, options = check(sequence, q, k_made, v_made, options)
+        return self.travel(Call.kept(sequence, shape, q.device, options), q, k, v)
 
     def travel(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, Tensor, Tensor]:
         """Return the call, and k and v, as they travel in its scheme: latents in a ring alone, if they are less."""
@@ -157,7 +145,7 @@ def _keys_of(expand: Latents | ExpandAgain, call: Call, q: Tensor, k: Tensor, v:
     if (num_tokens := k.size(1)) == 0:  # which modules need not take
         return unwritten_keys(q, shape.num_kv_heads, shape.v_head_dim, 0)
     k, v = expand(k, v)
-    if check_tensors(q, k, v, call.scale, call.softcap) != shape or k.size(1) != num_tokens:
+    if check_tensors(q, k, v, call.options) != shape or k.size(1) != num_tokens:
         raise InputError(
             f"expand made k {tuple(k.shape)} and v {tuple(v.shape)} of {num_tokens} tokens; expected of each "
             f"{shape.num_kv_heads} heads of head dims {shape.head_dim} and {shape.v_head_dim}"

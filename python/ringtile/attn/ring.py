@@ -32,7 +32,7 @@ from ringtile.transport.transport import Message
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv) -> out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64."""
     rounds, merge = call.rounds, choose.forward if call.blocks is None else call.blocks.forward
-    state = first_state(q, call.shape.v_head_dim, call.sinks, is_last=len(rounds) == 1)
+    state = first_state(q, call.shape.v_head_dim, call.options.sinks, is_last=len(rounds) == 1)
     for round, block_k, block_v in Keys(k, v, call).blocks():
         if round is rounds[-1] and state.rounded is None and state.out.dtype != q.dtype:
             state = state._replace(rounded=torch.empty_like(state.out, dtype=q.dtype))

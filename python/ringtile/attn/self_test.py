@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ringtile import ops, self_test
 from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Running
-from ringtile.attn.call import AttentionDropout
+from ringtile.attn.call import AttentionDropout, Options
 from ringtile.sequence.rounds import Queries, Round
 from ringtile.torch_ops import random_words
 
@@ -112,7 +112,7 @@ def run_case(backend: Backend, device: torch.device, case: Case, sizes: Sizes = 
     for part in parts:
         bounds = tuple(x.int()[None, part].cpu() for x in (0 * at, until)) * case.two_sides
         round = Round(queries, ops.runs_tensor([(part.start, 1, 0, part.stop - part.start)]), bounds)
-        blocks.append(Block(q, k[:, part], v[:, part], round, case.head_dim**-0.5, 0.0, dropped))
+        blocks.append(Block(q, k[:, part], v[:, part], round, Options(case.head_dim**-0.5, dropout=dropped)))
     lse = torch.empty(1, q.size(2), n, dtype=torch.float64, device=device)
     out, rounded = (torch.empty(dout.shape, dtype=x, device=device) for x in (state, dtype))
     backend.forward(blocks[0], Running(out, lse, fresh=True))

@@ -57,7 +57,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         else:
             of_share = ring.empty_outputs(q, v.size(3), q.dtype)
         saved = Saved(q, k, v, *of_share)
-        if call.returns_lse:
+        if call.options.returns_lse:
             heads.to_tokens((saved.out, saved.lse.mT), into=(out, lse.mT))
             return out, lse, saved
         heads.to_tokens((saved.out,), into=(out,))
@@ -98,7 +98,7 @@ def backward(
             return saved.q.new_zeros((shape.batch, call.local_len, heads, *dims), dtype=dtype)
 
         upstream = [zeros(num_heads, v_dim, dtype=shape.dtype) if dout is None else dout]
-        if call.returns_lse:  # all ranks send its gradient or none does
+        if call.options.returns_lse:  # all ranks send its gradient or none does
             upstream.append(zeros(num_heads, dtype=torch.float64) if dlse is None else dlse.mT)
         # Where a kv head is in several shares, what they find is added before it is rounded.
         adds = sum(len(share.kv_heads) for share in heads.shares) > num_kv_heads
@@ -203,7 +203,7 @@ def agreed(
         return ALONE
     choose.check(call, q, takes_dlse=takes_dlse, backward=direction == "backward")
     step = data = 0
-    if (drop := call.dropout) is not None:
+    if (drop := call.options.dropout) is not None:
         step = drop.step  # not among the terms, which would be new in every step
         if drop.rows.is_cpu:
             data = zlib.crc32(str(drop.rows.tolist()).encode())

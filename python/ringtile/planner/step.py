@@ -30,7 +30,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ringtile import keep, ops
 from ringtile.attn.attention import RingAttention
-from ringtile.attn.call import Call
+from ringtile.attn.call import Call, Options
 from ringtile.errors import RefusedError
 from ringtile.first_batch.quiet import without_checkpoints
 from ringtile.hf.attention import empty_mask, latents_of
@@ -391,8 +391,8 @@ class TrainingStep:
     ) -> Tensor:
         """`ring_attention` over ranks; its out."""
         with self._live.making("attention"):
-            about = of_call.shape, q.device, scale or q.size(-1) ** -0.5, softcap
-            call = Call.kept(sequence, *about, sinks=sinks, returns_lse=False)
+            about = Options(scale or q.size(-1) ** -0.5, softcap, sinks=sinks, returns_lse=False)
+            call = Call.kept(sequence, of_call.shape, q.device, about)
             if expand is not None:
                 call, k, v = expand.travel(call, q, k, v)
             weights = () if call.blocks is None else call.blocks.weights

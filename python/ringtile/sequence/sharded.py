@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringtile import arguments
 from ringtile.checksum import checksum
 from ringtile.errors import InputError, PeerLostError, RefusedError, RingMismatchError, RingtileError
 from ringtile.scheme import Scheme, Share, shares_of, usp_of_hosts
@@ -117,7 +116,7 @@ class ShardedSequence:
         watched = (self.begin, self.end, *(mask.tensors if mask.key_begin is not None else ()))
         self._watched = [x for x in watched if not x.is_inference()]
         self._versions = [x._version for x in self._watched]
-        _living[id(self)] = self
+        living_sequences[id(self)] = self
 
     def __repr__(self) -> str:
         return f"ShardedSequence({self.mask!r}, rank={self.rank}, world_size={self.world_size})"
@@ -154,10 +153,6 @@ class ShardedSequence:
         if len(self.calls) == _MAX_CALLS:
             self.calls.clear()
         self.calls[key] = call
-
-    @property
-    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.begin, self.end, self.layout_tensor
 
     # ---- tensors --------------------------------------------------------------------------------
 
@@ -301,43 +296,14 @@ class ShardedSequence:
             _latest[transport] = found
             return found
 
-    @classmethod
-    def of_tensors(
-        cls, begin: Tensor, end: Tensor, layout: Tensor, group_name: str, scheme: str = "ring"
-    ) -> ShardedSequence:
-        """Return the sequence whose `begin`, `end` and `layout_tensor` these are, as an op receives them.
-
-        Look a living one up by tensor identity, then by value; make one otherwise. Raise InputError or LayoutError.
-        """
-        given, transport = (begin, end, layout), transport_of(group_name)
-        living = [
-            sequence
-            for reference in reversed(_living.valuerefs())
-            if (sequence := reference()) is not None
-            and sequence.weak_transport() is transport
-            and sequence.scheme == scheme
-        ]
-        for sequence in living:
-            if all(map(operator.is_, sequence._tensors, given)):
-                return sequence
-        for name, x in zip(("begin", "end", "layout"), given, strict=True):
-            arguments.check_on_cpu(name, x)
-        for sequence in living:
-            if sequence.is_unchanged() and all(map(_equal, sequence._tensors, given)):
-                return sequence
-        return cls.of(IntervalMask.of_bounds(begin, end), Layout.from_tensor(layout), group_name, scheme=scheme)
-
 
 def _num_bytes(sequence: ShardedSequence) -> int:
     """Return how many bytes its mask and its plan take, which are about as large."""
     return 2 * (sequence.begin.nbytes + sequence.end.nbytes)
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
-
-
-_living: weakref.WeakValueDictionary[int, ShardedSequence] = weakref.WeakValueDictionary()  # by id, the newest last
+# By id, the newest last.
+living_sequences: weakref.WeakValueDictionary[int, ShardedSequence] = weakref.WeakValueDictionary()
 _remembered: weakref.WeakKeyDictionary[Transport, OrderedDict[tuple[IntervalMask, Layout, str], ShardedSequence]] = (
     weakref.WeakKeyDictionary()
 )

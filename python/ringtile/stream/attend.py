@@ -38,7 +38,7 @@ from ringtile import keep, ops
 from ringtile.attn import choose, ring, ulysses
 from ringtile.attn.attention import forward as forward_of
 from ringtile.attn.backend import Final, Gradients
-from ringtile.attn.call import AttentionDropout, Call, check_options, check_tensors
+from ringtile.attn.call import Call, Options, check_tensors
 from ringtile.attn.ulysses import Saved
 from ringtile.errors import RefusedError
 from ringtile.recurrent.carried import Carried, running_on
@@ -163,27 +163,17 @@ class CausalChunk(Chunk):
         held.k[:, self.tokens], held.v[:, self.tokens] = k.detach(), v.detach()
 
 
-def _call_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequence: ShardedSequence,
-    sinks: Tensor | None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    dropout: AttentionDropout | None = None,
-    attention_kernel: str = "auto",
-) -> Call:
+def _call_of(q: Tensor, k: Tensor, v: Tensor, sequence: ShardedSequence, sinks: Tensor | None, **options: Any) -> Call:
     """Return the call, checked. InputError."""
-    scale, softcap = check_options(q, k, v, scale, softcap, sinks, dropout, attention_kernel)
-    shape = check_tensors(q, k, v, scale, softcap, sinks, None if dropout is None else dropout.rows)
+    checked = Options(sinks=sinks, returns_lse=False, **options).checked(q, k, v)
+    shape = check_tensors(q, k, v, checked)
     sequence.check_call("q", q)
-    return Call.kept(sequence, shape, q.device, scale, softcap, attention_kernel, sinks, dropout, returns_lse=False)
+    return Call.kept(sequence, shape, q.device, checked)
 
 
 def _forward(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, t, H, Dv) of q's dtype, lse (B, H, t), as `ring.forward` of one round."""
-    state = ring.first_state(q, v.size(3), call.sinks, is_last=True)
+    state = ring.first_state(q, v.size(3), call.options.sinks, is_last=True)
     choose.forward(call, round, q, k, v, state)
     return state.results
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ringtile import arguments
-from ringtile.attn.attention import SequenceTensors, attend_through_op, is_plain, ring_attention
+from ringtile.attn.attention import is_plain, ring_attention
+from ringtile.attn.call import Options
+from ringtile.attn.traced import SequenceTensors, attend
 from ringtile.derivatives import check_once
 from ringtile.errors import RefusedError, RingtileError
-from ringtile.ops import state_dtype
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.torch_context_parallel.group_layouts import sequence_in_force, sequence_of
 from ringtile.transport.groups import Group, group_name, propagate_errors, transport_of
@@ -94,8 +95,8 @@ class AttentionScope:
             # A graph would keep the sequence that it was traced with; the op looks it up on every run.
             begin, end, layout = sequence_of(q, q.size(1), is_causal, self.group_name)
             scale = q.size(-1) ** -0.5 if scale is None else scale
-            out, lse = attend_through_op(q, k, v, SequenceTensors(begin, end, layout, self.group_name), scale)
-            return (out, lse.to(state_dtype(q.dtype))) if return_lse else out
+            tensors = SequenceTensors(begin, end, layout, self.group_name)
+            return attend(q, k, v, tensors, Options(scale, 0.0, "auto", None, None, return_lse))
         if sequence is None:
             sequence = sequence_in_force(self.group_name, q.size(1))
         if is_causal:

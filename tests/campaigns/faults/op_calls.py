@@ -28,7 +28,8 @@ from ringtile import (
     ops,
     ring_attention,
 )
-from ringtile.attn.attention import SequenceTensors, attend_through_op
+from ringtile.attn.call import Options
+from ringtile.attn.traced import SequenceTensors, attend
 from strategies import dense
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -271,7 +272,7 @@ def derivatives(draw: Draw) -> str:
         "attention": (lambda x: ring_attention(x, x, x, sequence), lambda x: dense_attention(x, x, x, dense(mask))[0]),
         # What a tracer sees; it alone differentiates.
         "the op": (
-            lambda x: attend_through_op(x, x, x, tensors, 0.5)[0],
+            lambda x: attend(x, x, x, tensors, Options(0.5))[0],
             lambda x: dense_attention(x, x, x, dense(mask))[0],
         ),
         "shard": (lambda x: sequence.shard(x, 1), lambda x: x.clone()),
