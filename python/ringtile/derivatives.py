@@ -8,6 +8,7 @@ the inputs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,6 +22,7 @@ from torch.compiler import is_compiling
 from ringtile.errors import InputError, RefusedError
 
 _requires_grad = operator.attrgetter("requires_grad")
+_is_given = functools.partial(operator.is_not, None)
 
 
 def check_once(op: str, *tensors: Tensor | None, vmap: bool = True) -> None:
@@ -32,7 +34,7 @@ def check_once(op: str, *tensors: Tensor | None, vmap: bool = True) -> None:
         if forward_ad._current_level >= 0:
             raise RefusedError(f"{op} inside forward-mode AD; expected first derivatives in reverse mode")
         return
-    given = [x for x in tensors if x is not None] if torch.is_grad_enabled() else []
+    given = [*filter(_is_given, tensors)] if torch.is_grad_enabled() else []
     if any(map(_requires_grad, given)) and any(map(Tensor.is_inference, given)):
         raise InputError(
             f"{op} of tensors that require grad and of one made in inference mode, which autograd cannot save; make it "

@@ -26,14 +26,14 @@ from ringtile.attn.backend import Final, Gradients, Running
 from ringtile.attn.call import Call
 from ringtile.sequence.plan import Transfer
 from ringtile.sequence.rounds import Round
-from ringtile.transport.transport import Message
+from ringtile.transport.transport import Message, Transport
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv) -> out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64."""
     rounds, merge = call.rounds, choose.forward if call.blocks is None else call.blocks.forward
     state = first_state(q, call.shape.v_head_dim, call.options.sinks, is_last=len(rounds) == 1)
-    for round, block_k, block_v in Keys(k, v, call).blocks():
+    for round, block_k, block_v in Keys(k, v, call, call.transport).blocks():
         if round is rounds[-1] and state.rounded is None and state.out.dtype != q.dtype:
             state = state._replace(rounded=torch.empty_like(state.out, dtype=q.dtype))
         merge(call, round, q, block_k, block_v, state)
@@ -50,7 +50,7 @@ def backward(
     rounds_keys: False leaves dk and dv in the state dtype, for more to be added to them.
     """
     rounds, add = call.rounds, choose.backward if call.blocks is None else call.blocks.backward
-    keys, first = Keys(k, v, call), rounds[0].planned
+    keys, first = Keys(k, v, call, call.transport), rounds[0].planned
     fresh = first.in_place and first.num_keys == k.size(1)  # round 0 writes all of dk and dv
     dk, dv = room(k, dq.dtype, zeros=not fresh), room(v, dq.dtype, zeros=not fresh)
     rounded: tuple[Tensor, Tensor] | None = None
@@ -121,6 +121,7 @@ class Keys:
     k: Tensor  # (B, N, G, D)
     v: Tensor  # (B, N, G, Dv)
     call: Call
+    transport: Transport
     _sent: tuple[Transfer, Message] | None = None  # the last one
 
     def blocks(self) -> Iterator[tuple[Round, Tensor, Tensor]]:
@@ -167,7 +168,7 @@ class Keys:
                 message = self.message(transfer.num_keys, self.k.dtype)
                 receives[ring.ranks[transfer.rank]] = message.flat
                 parts.append(message.parts)
-        exchange = self.call.transport.exchange(sends, receives, f"round {planned.index}")
+        exchange = self.transport.exchange(sends, receives, f"round {planned.index}")
 
         def wait() -> tuple[Tensor, ...]:
             exchange.wait()
@@ -201,7 +202,7 @@ class Keys:
                 message = self.message(transfer.num_keys, dtype)
                 receives[ring.ranks[transfer.rank]] = message.flat
                 returned.append(message.parts)
-        exchange = self.call.transport.exchange(sends, receives, f"the gradients of round {planned.index}")
+        exchange = self.transport.exchange(sends, receives, f"the gradients of round {planned.index}")
 
         def add_to(dk: Tensor, dv: Tensor) -> None:
             exchange.wait()
@@ -213,6 +214,9 @@ class Keys:
     def message(self, num_keys: int, dtype: torch.dtype) -> Message:
         """Make room for keys and values of n tokens, or their gradients: k (B, n, G, D), then v (B, n, G, Dv)."""
         (batch, _, heads, k_dim), v_dim = self.k.shape, self.v.shape[3]  # a shape costs what one size does
+        if k_dim == v_dim:  # without Message's search for the largest
+            flat = self.k.new_empty((2, batch, num_keys, heads, k_dim), dtype=dtype)
+            return Message(flat, flat.unbind())
         k, v = ((batch, num_keys, heads, k_dim), dtype), ((batch, num_keys, heads, v_dim), dtype)
         return Message.empty(self.k, [k, v])
 
