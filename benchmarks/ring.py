@@ -23,7 +23,7 @@ from ringtile import ops
 from ringtile.attn.attention import ring_attention
 from ringtile.errors import ConfigError
 from ringtile.sequence.layout import Layout
-from ringtile.sequence.plan import RankPlan, rank_plan
+from ringtile.sequence.plan import RankPlan
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import transport_of
 from torch import Tensor
@@ -87,7 +87,7 @@ def ringtile_alone_local(context: RankContext, inputs: Inputs) -> LocalAttention
     """The blocks of keys that this rank computes in a ring, with its own keys standing in for its peers'."""
     if context.workload.scheme != "ring":
         return None
-    plan_of_rank = rank_plan(context.case.mask, context.layout, context.rank)
+    plan_of_rank = RankPlan.of(context.case.mask, context.layout, context.rank)
     begin, end = (x.to(inputs.q.device) for x in (plan_of_rank.begin, plan_of_rank.end))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from ringtile.attn.backend import Block, Final, Gradients, Ringtile
 from ringtile.cli import doctor
 from ringtile.sequence.layout import CHUNKS_PER_RANK
 from ringtile.sequence.pieces import Piece, find_pieces, packs, squares
-from ringtile.sequence.plan import rank_plan
+from ringtile.sequence.plan import RankPlan
 from ringtile.sequence.rounds import Round
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import any_masks, dense, layouts
@@ -101,7 +101,7 @@ def test_pieces_squares_and_packs_are_the_mask(data: st.DataObject) -> None:
     seq_len = data.draw(st.integers(world_size, 24))
     mask, layout = data.draw(any_masks(batch, seq_len)), data.draw(layouts(seq_len, world_size))
     for rank in range(world_size):
-        plan = rank_plan(mask, layout, rank)
+        plan = RankPlan.of(mask, layout, rank)
         for round in plan.rounds:
             at = layout.positions(rank)
             found = find_pieces(plan.begin, plan.end, round.k_runs, round.key_bounds, at)
@@ -129,7 +129,7 @@ def test_pieces_squares_and_packs_are_the_mask(data: st.DataObject) -> None:
 def test_common_masks_take_few_pieces(mask: str, most: int, layout: str) -> None:
     for rank in range(4):
         layout_of = Layout.named(layout, 48, 4)
-        plan = rank_plan(MASKS[mask], layout_of, rank)
+        plan = RankPlan.of(MASKS[mask], layout_of, rank)
         for round in plan.rounds:
             found = find_pieces(plan.begin, plan.end, round.k_runs, round.key_bounds, layout_of.positions(rank))
             assert found is not None
@@ -258,7 +258,9 @@ def test_a_kernel_that_forgets_the_second_side_is_found(
             Ringtile,
             name,
             lambda self, block, *others, right=right: right(
-                self, block._replace(round=Round(block.round.queries, block.round.k_runs)), *others
+                self,
+                block._replace(round=Round(block.round.bounds, block.round.positions, block.round.k_runs)),
+                *others,
             ),
         )
     question = attn_self_test.Case(str(dtype)[6:], 16, 16)

@@ -17,7 +17,7 @@ from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Backend, Block
 from ringtile.attn.call import Options
 from ringtile.cli import doctor
-from ringtile.sequence.rounds import Queries, Round
+from ringtile.sequence.rounds import DeviceTensors, Round
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 # find_spec("ringtile._cuda"), or the CUDA of a binary that loads; torch.version.cuda, torch.cuda.is_available()
@@ -117,8 +117,9 @@ def test_attention_without_kernels_is_atens(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ops, "why_not_on", lambda index: "not built: as a test says")
     monkeypatch.setattr(choose, "why_wrong", lambda backend, *given: "is tested" if backend.name[0] == "r" else "")
     mask = IntervalMask.causal(8)
-    queries = Queries(torch.device("cpu"), mask.begin, mask.end, torch.arange(8))
-    round = Round(queries, ops.runs_tensor([(0, 1, 0, 8)]))
+    bounds, positions = ((mask.begin, mask.end), (torch.arange(8),))
+    queries = (DeviceTensors(torch.device("cpu"), *x) for x in (bounds, positions))
+    round = Round(*queries, ops.runs_tensor([(0, 1, 0, 8)]))
     assert len(round.squares) == 1  # found in real tensors
 
     def chosen(block: Block, setting: str) -> Backend:

@@ -110,8 +110,8 @@ MUTANTS = [
     Mutant(
         "dropout: queries at their local places",
         "python/ringtile/sequence/rounds.py",
-        "DeviceMask(self.device, self.positions)",
-        "DeviceMask(self.device, torch.arange(self.positions.numel()))",
+        "DeviceTensors(device, plan.positions)",
+        "DeviceTensors(device, torch.arange(plan.positions.numel()))",
         "tests/attn/test_attention_table.py -k cells",
     ),
     Mutant(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from ringtile import IntervalMask, Layout, ops
 from ringtile.sequence.pieces import find_pieces
-from ringtile.sequence.plan import rank_plan
+from ringtile.sequence.plan import RankPlan
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -54,7 +54,7 @@ def batch_of_documents(count: int) -> Callable[[], object]:
 
     def make() -> None:
         mask = IntervalMask.documents([100] * count)
-        plan = rank_plan(mask, Layout.of_mask("per_document", mask, 4), 1)
+        plan = RankPlan.of(mask, Layout.of_mask("per_document", mask, 4), 1)
         for each in plan.rounds:
             assert find_pieces(plan.begin, plan.end, each.k_runs)
 

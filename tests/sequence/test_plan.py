@@ -16,7 +16,7 @@ from ringtile.errors import InputError
 from ringtile.planner.layer import Plan, plan_attention
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import rank_plan
+from ringtile.sequence.plan import RankPlan
 from strategies import any_masks, dense, layouts
 from torch import Tensor
 
@@ -43,7 +43,7 @@ def num_pairs(mask: IntervalMask, layout: Layout, query_rank: int, key_rank: int
 @pytest.mark.parametrize("layout", [Layout.zigzag(64, 8), Layout.contiguous(64, 8), Layout.striped(64, 8)])
 def test_runs_of_several_ranks_that_continue_each_other_are_one(layout: Layout) -> None:
     """A GPU's kernel takes few runs in a launch, and reads the keys of a run faster than those of many."""
-    (round,) = rank_plan(IntervalMask.full(64), layout, 3, at_once=True).rounds
+    (round,) = RankPlan.of(IntervalMask.full(64), layout, 3, at_once=True).rounds
     is_striped = layout.runs(3)[0].stride > 1
     assert round.k_runs.tolist() == ([[r, 8, 8 * r, 8] for r in range(8)] if is_striped else [[0, 1, 0, 64]])
 
@@ -53,7 +53,7 @@ def test_rounds_move_exactly_the_keys_that_are_needed(problem: tuple[IntervalMas
     """Every rank packs its rows with the runs of outgoing; what arrives are the positions that k_runs names."""
     mask, layout = problem
     world_size = layout.world_size
-    plans = [rank_plan(mask, layout, rank, at_once=at_once) for rank in range(world_size)]
+    plans = [RankPlan.of(mask, layout, rank, at_once=at_once) for rank in range(world_size)]
     for rank, of_rank in enumerate(plans):
         queries = layout.positions(rank)
         assert torch.equal(of_rank.begin, mask.begin[:, queries])

@@ -12,6 +12,7 @@ import torch
 from ringtile import IntervalMask, Layout, RefusedError, ShardedSequence, ops
 from ringtile.sequence import rounds
 from ringtile.sequence.plan import Transfer
+from ringtile.sequence.rounds import Round
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -38,9 +39,9 @@ class FakeGpu:
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
 
     def mask_of(self, sequence: ShardedSequence) -> tuple[Tensor, Tensor]:
-        assert sequence.ring  # made of real tensors
+        assert sequence.plan  # made of real tensors
         with self.mode:
-            begin, end = sequence.rounds_on(GPU)[0].queries.bounds.read()
+            begin, end = Round.all_of(sequence.plan, GPU)[0].bounds.read()
             return begin, end
 
 
@@ -93,9 +94,9 @@ def test_a_mask_goes_with_its_sequence_but_not_from_under_a_graph(gpu: FakeGpu) 
 def test_packs_of_pieces_are_kept_as_the_mask_is(gpu: FakeGpu) -> None:
     """Which aten's flash attention reads in place of the mask."""
     one = sequence()
-    assert one.ring  # made of real tensors
+    assert one.plan  # made of real tensors
     with gpu.mode:
-        (mask,) = one.rounds_on(GPU)
+        (mask,) = Round.all_of(one.plan, GPU)
     assert mask.pieces is not None
     with gpu.mode:
         q = torch.empty(1, 40, 2, 8, device=GPU)
@@ -117,10 +118,10 @@ def test_packs_of_pieces_are_kept_as_the_mask_is(gpu: FakeGpu) -> None:
 def test_runs_of_a_transfer_are_there_where_a_launch_takes_no_more(gpu: FakeGpu) -> None:
     """As a mask is; fewer go with the launch."""
     one, few = sequence(), ops.MAX_RUNS_WITHOUT_TABLE
-    assert one.ring  # made of real tensors
+    assert one.plan  # made of real tensors
     runs = ops.runs_tensor([(2 * row, 1, row, 1) for row in range(few + 1)])
     with gpu.mode:
-        (round,) = one.rounds_on(GPU)
+        (round,) = Round.all_of(one.plan, GPU)
         assert round.table(Transfer(1, runs[:few], few, False)) is None
         transfer = Transfer(1, runs, few + 1, False)
         table = round.table(transfer)
@@ -133,11 +134,11 @@ def test_runs_of_a_transfer_are_there_where_a_launch_takes_no_more(gpu: FakeGpu)
 def test_positions_are_copied_once(gpu: FakeGpu) -> None:
     """Which dropout and masks with two sides ask for in every round: a layout by documents has hundreds of runs."""
     one = sequence()
-    assert one.ring  # made of real tensors
+    assert one.plan  # made of real tensors
     with gpu.mode:
-        positions = one.rounds_on(GPU)[0].queries.positions_there()
+        positions = Round.all_of(one.plan, GPU)[0].positions.read()[0]
         gpu.stream = "a second"
-        assert one.rounds_on(GPU)[0].queries.positions_there() is positions
+        assert Round.all_of(one.plan, GPU)[0].positions.read()[0] is positions
     assert positions.device == GPU
     assert (gpu.recorded, Stream.waits) == ([(id(positions), "a second")], [("a second", "the first stream")])
 

@@ -85,8 +85,8 @@ def test_equal_digests_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     full, causal = IntervalMask.full(41), IntervalMask.causal(41)
     layout = Layout.contiguous(41, 1)
     one, other = (sequence_of_tensors(m.begin, m.end, layout.tensor, "") for m in (full, causal))
-    assert one.ring.plan.rounds[0].num_pairs == 41 * 41
-    assert other.ring.plan.rounds[0].num_pairs == 41 * 42 // 2
+    assert one.plan.rounds[0].num_pairs == 41 * 41
+    assert other.plan.rounds[0].num_pairs == 41 * 42 // 2
 
 
 def test_digests_tell_masks_and_layouts_apart() -> None:

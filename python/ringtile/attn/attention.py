@@ -185,7 +185,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 def _kept_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, ulysses.Saved, int, bool]:
     """Do `forward` in a checkpointed layer, which keeps (out, lse)."""
-    heads, slot = call.ring.heads, _slot(call)
+    heads, slot = call.plan.heads, _slot(call)
     if slot is not None and (kept := slot.take()) is not None:
         (out, lse), number = kept
         return out, lse, ulysses.Saved(q, k, v, out, lse), number, heads is not None

@@ -114,7 +114,7 @@ class Ringtile:
     def forward(self, block: Block, state: Running) -> None:
         (q, k, v, round, _), (scale, softcap, *_) = block, block.options
         dropout = block.options.dropout
-        begin, end = round.queries.bounds.read()
+        begin, end = round.bounds.read()
         given = q, k, v, begin, end, round.k_runs, state.out, state.lse, scale, softcap, state.fresh
         options = {} if dropout is None and not round.key_bounds else _options(block)
         if state.rounded is not None:
@@ -124,7 +124,7 @@ class Ringtile:
     def backward(self, block: Block, final: Final, grads: Gradients) -> None:
         (q, k, v, round, _), (scale, softcap, *_) = block, block.options
         dropout = block.options.dropout
-        begin, end = round.queries.bounds.read()
+        begin, end = round.bounds.read()
         given = q, k, v, begin, end, round.k_runs, final.dout, final.lse, final.delta, *grads[:3]
         options = {} if dropout is None and not round.key_bounds else _options(block)
         if grads.rounded is not None:
@@ -134,12 +134,12 @@ class Ringtile:
 
 def _options(block: Block) -> dict[str, Any]:
     """Return what most blocks do without, by name."""
-    options: dict[str, Any] = {"positions": block.round.queries.positions_there()}
+    options: dict[str, Any] = {"positions": block.round.positions.read()[0]}
     if (drop := block.options.dropout) is not None:
         options |= {"dropout": drop.probability, "seed": drop.seed, "step": drop.step, "stream": drop.stream}
         options["rows"] = drop.rows
     if block.round.key_bounds:
-        options["key_begin"], options["key_end"] = block.round.key_bounds_there()
+        options["key_begin"], options["key_end"] = block.round.key_bounds.read()
     return options
 
 

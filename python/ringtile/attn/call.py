@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
 from ringtile.scheme import Share
-from ringtile.sequence.plan import Shape
+from ringtile.sequence.plan import RankPlan, Shape
 from ringtile.sequence.rounds import Round
-from ringtile.sequence.sharded import Ring, ShardedSequence, living
+from ringtile.sequence.sharded import ShardedSequence, living
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.transport import Transport
 
@@ -118,7 +118,7 @@ class Call:
 
     shape: Shape  # of q, k and v as the caller gave them, with all heads
     options: Options  # checked: sinks (H) of the state dtype, without a graph; no dropout of probability 0
-    ring: Ring
+    plan: RankPlan
     device: torch.device
     shares: tuple[Share, ...]  # of the heads, by rank of those that share them
     local_len: int
@@ -173,8 +173,8 @@ class Call:
         if (call := sequence.calls.get(kind)) is None:
             with _disable_current_modes():  # of fake tensors: masks are real
                 resolved = sequence.resolved(shape)
-                ring, (layout_digest, mask_digest) = resolved.ring, sequence.digests
-            shares = () if ring.heads is None else resolved.shares(shape.num_heads, shape.num_kv_heads)
+                plan, (layout_digest, mask_digest) = resolved.plan, sequence.digests
+            shares = () if plan.heads is None else resolved.shares(shape.num_heads, shape.num_kv_heads)
             longest = -(-sequence.seq_len // sequence.world_size)
             fields: dict[str, HeaderValue] = {
                 "batch": shape.batch,
@@ -190,7 +190,7 @@ class Call:
                 "layout digest": layout_digest,
                 "mask digest": mask_digest,
             }
-            about = shape, plain, ring, device, shares, sequence.local_len, longest, sequence.group_name
+            about = shape, plain, plan, device, shares, sequence.local_len, longest, sequence.group_name
             call = cls(*about, fields, sequence.weak_transport, of_last)
             sequence.remember_call(kind, call)
         if sinks is None and drop is None:
@@ -210,8 +210,8 @@ class Call:
 
     @functools.cached_property
     def rounds(self) -> tuple[Round, ...]:
-        """Return the rounds on the device of q. RefusedError as by `Ring.rounds_on`."""
-        rounds, size = self.ring.rounds_on(self.device), self.local_len
+        """Return the rounds on the device of q, without idle ones."""
+        rounds, size = Round.all_of(self.plan, self.device), self.local_len
         return rounds if self.of_last is None else tuple(x.of_queries(slice(size - self.of_last, size)) for x in rounds)
 
     @property
@@ -226,7 +226,7 @@ class Call:
             fields = fields | {"latent_dim": self.shape.latent_dim}
         if sinks is not None:
             fields = fields | {"sinks": sinks.size(0)}
-        if self.ring.heads is not None:
+        if self.plan.heads is not None:
             fields = fields | {"return_lse": str(returns_lse)}
         if drop is not None:
             fields = {**fields, "dropout": drop.probability, "dropout seed": drop.seed, "dropout stream": drop.stream}

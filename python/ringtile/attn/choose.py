@@ -86,7 +86,7 @@ def check(call: Call, q: Tensor, *, takes_dlse: bool, backward: bool) -> None:
     _, num_heads, num_kv_heads, head_dim, v_head_dim, *_ = call.shape
     if max(head_dim, v_head_dim) > ops.MAX_HEAD_DIM:  # of a traced call, whose tensors nobody has checked
         raise InputError(f"the head dims are {head_dim} and {v_head_dim}; expected 1..{ops.MAX_HEAD_DIM}")
-    if (heads := call.ring.heads) is not None:
+    if (heads := call.plan.heads) is not None:
         share = call.shares[heads.place]
         num_heads, num_kv_heads = len(share.heads), len(share.kv_of_heads or share.kv_heads)
     k, v = unwritten_keys(q, 1, v_head_dim)

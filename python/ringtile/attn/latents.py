@@ -92,7 +92,7 @@ class Latents:
 
     def travel(self, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Call, Tensor, Tensor]:
         """Return the call, and k and v, as they travel in its scheme: latents in a ring alone, if they are less."""
-        if not call.shape.latent_dim or len(call.ring.ranks) == 1 or call.ring.heads is not None:
+        if not call.shape.latent_dim or len(call.plan.ranks) == 1 or call.plan.heads is not None:
             keys = _keys_of(self, call, q, k, v)
             return call.but(shape=call.shape._replace(latent_dim=0)), *keys
         if self.module not in _tried:  # before any key is sent

@@ -144,8 +144,8 @@ class Keys:
 
     def _fetch(self, round: Round) -> Callable[[], tuple[Tensor, ...]]:
         """Start the exchange of a round; return a function that waits for its keys and values."""
-        ring, own, planned = self.call.ring, (self.k, self.v), round.planned
-        me = ring.plan.rank
+        plan, own, planned = self.call.plan, (self.k, self.v), round.planned
+        me = plan.rank
         if planned.in_place:
             return lambda: own
         sends, receives, parts = {}, {}, []
@@ -160,13 +160,13 @@ class Keys:
             if transfer.rank == me:
                 mine = message.parts
             else:
-                sends[ring.ranks[transfer.rank]] = message.flat
+                sends[plan.ranks[transfer.rank]] = message.flat
         for transfer in planned.incoming:
             if transfer.rank == me:
                 parts.append(mine)
             else:
                 message = self.message(transfer.num_keys, self.k.dtype)
-                receives[ring.ranks[transfer.rank]] = message.flat
+                receives[plan.ranks[transfer.rank]] = message.flat
                 parts.append(message.parts)
         exchange = self.transport.exchange(sends, receives, f"round {planned.index}")
 
@@ -186,21 +186,21 @@ class Keys:
 
         Return a function that waits for these and adds them to dk and dv in the order of ranks, whatever arrives first.
         """
-        ring, planned, dtype = self.call.ring, round.planned, partial.parts[0].dtype
-        me = ring.plan.rank
+        plan, planned, dtype = self.call.plan, round.planned, partial.parts[0].dtype
+        me = plan.rank
         sends, receives, returned = {}, {}, []
         for transfer in planned.incoming:
             message = partial if len(planned.incoming) == 1 else self._packed(round, partial.parts, transfer)
             if transfer.rank == me:
                 mine = message
             else:
-                sends[ring.ranks[transfer.rank]] = message.flat
+                sends[plan.ranks[transfer.rank]] = message.flat
         for transfer in planned.outgoing:
             if transfer.rank == me:
                 returned.append(mine.parts)
             else:
                 message = self.message(transfer.num_keys, dtype)
-                receives[ring.ranks[transfer.rank]] = message.flat
+                receives[plan.ranks[transfer.rank]] = message.flat
                 returned.append(message.parts)
         exchange = self.transport.exchange(sends, receives, f"the gradients of round {planned.index}")
 

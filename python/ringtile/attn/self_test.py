@@ -22,7 +22,7 @@ from torch import Tensor
 from ringtile import ops, self_test
 from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Running
 from ringtile.attn.call import AttentionDropout, Options
-from ringtile.sequence.rounds import Queries, Round
+from ringtile.sequence.rounds import DeviceTensors, Round
 from ringtile.torch_ops import random_words
 
 
@@ -108,10 +108,11 @@ def run_case(backend: Backend, device: torch.device, case: Case, sizes: Sizes = 
     scale = torch.finfo(dtype).eps / torch.finfo(coarse[1]).eps
 
     dropped = AttentionDropout(_DROPS[0], torch.tensor([_ROW], device=device), *_DROPS[1:]) if case.drops else None
-    queries, blocks = Queries(device, begin.int()[None].cpu(), end.int()[None].cpu(), at.cpu()), []
+    queries = DeviceTensors(device, begin.int()[None].cpu(), end.int()[None].cpu()), DeviceTensors(device, at.cpu())
+    blocks = []
     for part in parts:
         bounds = tuple(x.int()[None, part].cpu() for x in (0 * at, until)) * case.two_sides
-        round = Round(queries, ops.runs_tensor([(part.start, 1, 0, part.stop - part.start)]), bounds)
+        round = Round(*queries, ops.runs_tensor([(part.start, 1, 0, part.stop - part.start)]), bounds)
         blocks.append(Block(q, k[:, part], v[:, part], round, Options(case.head_dim**-0.5, dropout=dropped)))
     lse = torch.empty(1, q.size(2), n, dtype=torch.float64, device=device)
     out, rounded = (torch.empty(dout.shape, dtype=x, device=device) for x in (state, dtype))

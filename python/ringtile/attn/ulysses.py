@@ -46,7 +46,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     and the sequence's scheme is resolved.
     """
     with agreed("forward", call, q):
-        if call.ring.heads is None:
+        if call.plan.heads is None:
             out, lse = ring.forward(call, q, k, v)
             return out, lse, Saved(q, k, v, out, lse)
         heads = _Heads.of(call)
@@ -83,7 +83,7 @@ def backward(
     """
     shape = call.shape
     with agreed("backward", call, saved.q, forward_call, takes_dlse=dlse is not None):
-        if call.ring.heads is None:
+        if call.plan.heads is None:
             final = Final.of(dout, dlse, saved.out, saved.lse)
             dq = ring.room(saved.q, ops.state_dtype(shape.dtype), zeros=True)
             of_keys = ring.backward(call, final, *saved[:3], dq)
@@ -136,8 +136,8 @@ class _Heads:
 
     @classmethod
     def of(cls, call: Call) -> _Heads:
-        assert call.ring.heads is not None
-        return cls(call.ring.heads, call.transport, call.shares)
+        assert call.plan.heads is not None
+        return cls(call.plan.heads, call.transport, call.shares)
 
     @property
     def own(self) -> Share:

@@ -409,7 +409,7 @@ class TrainingStep:
         with self._live.making("attention"):
             result = function(call, *given, **options)
         if not options and call.transport.num_calls > before:  # of a forward
-            self._calls.append(PlannedCall(call.shape, call.ring.mask, self._live.in_backward))
+            self._calls.append(PlannedCall(call.shape, call.plan.mask, self._live.in_backward))
         return result
 
 

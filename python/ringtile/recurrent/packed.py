@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ringtile.sequence.rounds import DeviceMask
+from ringtile.sequence.rounds import DeviceTensors
 
 CHUNK = 64  # tokens that fla computes at once
 
@@ -88,12 +88,12 @@ def sequences_of(
 
     before: inputs in the state of a convolution.
     """
-    found: dict[object, tuple[DeviceMask, Sequences]] = _remembered.setdefault(seq_idx, {})
+    found: dict[object, tuple[DeviceTensors, Sequences]] = _remembered.setdefault(seq_idx, {})
     key = (device, batch, before, has_state)
     if key not in found:
         host = _sequences(seq_idx, batch, before, has_state)
         tensors = {name: x for name, x in vars(host).items() if isinstance(x, Tensor) and not name.endswith("_cpu")}
-        copies = DeviceMask(device, *tensors.values())
+        copies = DeviceTensors(device, *tensors.values())
         there: dict[str, Any] = dict(zip(tensors, copies.read(), strict=True))
         found[key] = copies, replace(host, **there)
     copies, sequences = found[key]

@@ -11,15 +11,16 @@ Dv value head dim, W ranks, R runs.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringtile import ops
 from ringtile.scheme import Scheme, candidates, shares_of
-from ringtile.sequence.heads import join
+from ringtile.sequence.heads import HeadGroup, join
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 
@@ -72,13 +73,35 @@ class PlannedRound:
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """All rounds of one rank, empty ones included."""
+    """All rounds of one rank, empty ones included, in the ring of all ranks, or, where ranks share heads, of those with
+    the same shares."""
 
-    rank: int
+    mask: IntervalMask
+    layout: Layout  # of the ring: where ranks share heads, each has the tokens of all of them
+    rank: int  # in the ring
+    ranks: tuple[int, ...]  # of the ring, as the group numbers them
+    heads: HeadGroup | None  # None: this rank works on all heads of its own queries
     begin: Tensor  # int32 CPU (Bm, N): the mask of this rank's queries
     end: Tensor
     positions: Tensor  # int64 CPU (N): of these queries
     rounds: tuple[PlannedRound, ...]
+    on_devices: dict[torch.device, Any] = field(default_factory=dict)  # Round.all_of
+
+    @classmethod
+    def of(
+        cls,
+        mask: IntervalMask,
+        layout: Layout,
+        rank: int,
+        *,
+        at_once: bool = False,
+        ranks: Sequence[int] = (),
+        heads: HeadGroup | None = None,
+    ) -> RankPlan:
+        """Return the plan of `rank`. mask and layout are of one length; at_once: there is one round. ranks: all."""
+        positions, rounds = layout.positions(rank), _rounds(mask, layout, rank, at_once)
+        bounds = mask.begin[:, positions], mask.end[:, positions]
+        return cls(mask, layout, rank, tuple(ranks or range(layout.world_size)), heads, *bounds, positions, rounds)
 
     @functools.cached_property
     def busy_rounds(self) -> tuple[PlannedRound, ...]:
@@ -86,8 +109,7 @@ class RankPlan:
         return tuple(round for round in self.rounds if round.index == 0 or not round.is_idle)
 
 
-def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = False) -> RankPlan:
-    """Return the rounds of `rank`. mask and layout are of one length; at_once: there is one round."""
+def _rounds(mask: IntervalMask, layout: Layout, rank: int, at_once: bool) -> tuple[PlannedRound, ...]:
     positions = layout.positions(rank)
     rounds, transfers, runs = ops.plan_rank(*mask.bounds, layout.tensor, rank, at_once)
     incoming, outgoing = (
@@ -110,7 +132,7 @@ def rank_plan(mask: IntervalMask, layout: Layout, rank: int, *, at_once: bool = 
                 i, k_runs, num_keys, num_pairs, bool(in_place), of_keys, incoming[of_round], outgoing[of_round]
             )
         )
-    return RankPlan(rank, mask.begin[:, positions], mask.end[:, positions], positions, tuple(planned))
+    return tuple(planned)
 
 
 # ---- bytes, from every rank to every other ------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The rounds of a plan on one device: what says their masks there, and what has been found out about them.
+"""The rounds of a plan on one device: their masks there, and how libraries' kernels take them.
 
 Copies of masks are kept alive until every stream and CUDA graph that reads them is done.
 
@@ -28,120 +28,117 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-class DeviceMask:
-    """Tensors that say a mask, copied to a device when this object is made; on a CPU, the tensors themselves.
+class DeviceTensors:
+    """CPU tensors, copied to a device when they are first read; on a CPU, the tensors themselves.
 
     It may go while kernels that read it are still to run, on any stream: the allocator gives freed memory to the stream
     that it was allocated on at once, and on others waits for what they have been given to do if it knows of them.
 
-    A CUDA graph reads the same memory again in every replay, and nothing tells when the last one was. So a mask that a
-    graph was captured with is never freed. That adds 8 bytes a token for each sequence that graphs are captured with,
-    a small part of the queries and outputs of the same tokens that every such graph holds.
+    A CUDA graph reads the same memory again in every replay, and nothing tells when the last one was. So what a graph
+    was captured with is never freed. For masks that adds 8 bytes a token for each sequence that graphs are captured
+    with, a small part of the queries and outputs of the same tokens that every such graph holds.
     """
 
-    def __init__(self, device: torch.device, *tensors: Tensor) -> None:
-        self._device, self._is_cuda = device, device.type == "cuda"
-        if self._is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RefusedError(
-                f"the mask of this sequence is not on {device} yet, and cannot be copied there while a CUDA graph "
-                f"is captured; make the same call once before the capture"
-            )
-        self._tensors = tuple(to_device(x, device) for x in tensors)
-        if self._is_cuda:
-            stream = torch.cuda.current_stream(device)
-            self._streams, self._copied = {stream}, stream.record_event()  # those that the allocator knows of
+    def __init__(self, device: torch.device, *host: Tensor) -> None:
+        self.device, self.host, self._is_cuda = device, host, device.type == "cuda"
+        self._there: tuple[Tensor, ...] | None = host if device.type == "cpu" else None
 
     def read(self) -> tuple[Tensor, ...]:
-        """Return the tensors, for kernels that the caller launches on the current stream."""
-        if self._is_cuda:  # asking a device for its type costs as much as the rest on a CPU
-            stream = torch.cuda.current_stream(self._device)
+        """Return the tensors there, for kernels that the caller launches on the current stream.
+
+        RefusedError where that stream captures a CUDA graph, and they are not there yet.
+        """
+        if self._there is None:
+            self._there = self._copied()
+        elif self._is_cuda:  # asking a device for its type costs as much as the rest on a CPU
+            stream = torch.cuda.current_stream(self.device)
             captures = torch.cuda.is_current_stream_capturing()
             if stream not in self._streams:
                 if not captures:  # before a capture torch waits for the device
-                    stream.wait_event(self._copied)
-                for x in self._tensors:
+                    stream.wait_event(self._event)
+                for x in self._there:
                     x.record_stream(stream)
                 self._streams.add(stream)
             if captures:
                 _in_graphs.setdefault(id(self), self)
-        return self._tensors
+        return self._there
+
+    def _copied(self) -> tuple[Tensor, ...]:
+        if self._is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RefusedError(
+                f"the mask of this sequence is not on {self.device} yet, and cannot be copied there while a CUDA graph "
+                f"is captured; make the same call once before the capture"
+            )
+        there = tuple(to_device(x, self.device) for x in self.host)
+        if self._is_cuda:
+            stream = torch.cuda.current_stream(self.device)
+            self._streams, self._event = {stream}, stream.record_event()  # those that the allocator knows of
+        return there
 
 
-_in_graphs: dict[int, DeviceMask] = {}  # by id; for the life of the process
-
-
-class Queries:
-    """The mask of a rank's queries, and their positions, on one device. RefusedError as by `DeviceMask`."""
-
-    def __init__(self, device: torch.device, begin: Tensor, end: Tensor, positions: Tensor) -> None:
-        """begin, end: int32 CPU (Bm, N). positions: int64 CPU (N)."""
-        self.device, self.begin, self.end, self.positions = device, begin, end, positions
-        self.bounds = DeviceMask(device, begin, end)  # read before each kernel, on its stream
-        self._positions: DeviceMask | None = None  # only dropout and masks with two sides ask for them
-
-    def positions_there(self) -> Tensor:
-        """Return the positions on the device, for kernels on the current stream."""
-        if self._positions is None:
-            self._positions = DeviceMask(self.device, self.positions)
-        (positions,) = self._positions.read()
-        return positions
+_in_graphs: dict[int, DeviceTensors] = {}  # by id; for the life of the process
 
 
 class Round:
-    """A round on one device: which keys of its block each local query attends. The same for all calls with one plan.
-
-    planned: what travels, if anything does.
-    """
+    """A round on one device: which keys of its block each local query attends. The same for all calls with one plan."""
 
     def __init__(
         self,
-        queries: Queries,
+        bounds: DeviceTensors,
+        positions: DeviceTensors,
         k_runs: Tensor,
         key_bounds: tuple[Tensor, ...] = (),
         planned: PlannedRound | None = None,
     ) -> None:
-        """k_runs: int64 CPU (R, 4), as of PlannedRound. key_bounds: two int32 CPU (Bm, K) of a mask with two sides."""
-        self.queries, self.k_runs, self.key_bounds = queries, k_runs, key_bounds
+        """bounds: begin and end of the queries, int32 (Bm, N). positions: theirs, int64 (N); few kernels read them.
+
+        k_runs: int64 CPU (R, 4), as of PlannedRound. key_bounds: two int32 CPU (Bm, K) of a mask with two
+        sides. planned: what travels, if anything does.
+        """
+        self.bounds, self.positions, self.k_runs, self.device = bounds, positions, k_runs, bounds.device
         self.planned: PlannedRound = planned  # type: ignore[assignment]  # of a plan's rounds
-        self._key_bounds = DeviceMask(queries.device, *key_bounds)
-        self._tables: dict[Transfer, DeviceMask] = {}
-        self._packs: dict[tuple[int, int, int], tuple[tuple[Pack, ...], DeviceMask]] = {}
+        self.key_bounds = DeviceTensors(self.device, *key_bounds) if key_bounds else None
+        self._tables: dict[Transfer, DeviceTensors] = {}
+        self._packs: dict[tuple[int, int, int], tuple[tuple[Pack, ...], DeviceTensors]] = {}
         self._chunks: dict[tuple[int, int], Round] = {}
 
     @classmethod
     def all_of(cls, plan: RankPlan, device: torch.device) -> tuple[Round, ...]:
-        """Return those of a plan that are not idle."""
-        queries = Queries(device, plan.begin, plan.end, plan.positions)
-        return tuple(cls(queries, each.k_runs, each.key_bounds, each) for each in plan.busy_rounds)
+        """Return those of a plan that are not idle, made once for a device."""
+        if device not in plan.on_devices:
+            of_queries = DeviceTensors(device, plan.begin, plan.end), DeviceTensors(device, plan.positions)
+            rounds = (cls(*of_queries, each.k_runs, each.key_bounds, each) for each in plan.busy_rounds)
+            plan.on_devices[device] = tuple(rounds)
+        return plan.on_devices[device]  # type: ignore[no-any-return]
 
     def of_queries(self, tokens: slice) -> Round:
         """Return the round of some of the queries."""
         key = tokens.start, tokens.stop
         if key not in self._chunks:
-            of = self.queries
             with _disable_current_modes():  # of fake tensors: masks are real
-                bounds = (x[..., tokens].contiguous() for x in (of.begin, of.end, of.positions))
-                self._chunks[key] = Round(Queries(of.device, *bounds), self.k_runs, self.key_bounds, self.planned)
+                bounds, positions = (
+                    DeviceTensors(self.device, *(x[..., tokens].contiguous() for x in of.host))
+                    for of in (self.bounds, self.positions)
+                )
+                of_keys = self.key_bounds.host if self.key_bounds else ()
+                self._chunks[key] = Round(bounds, positions, self.k_runs, of_keys, self.planned)
         return self._chunks[key]
-
-    def key_bounds_there(self) -> tuple[Tensor, ...]:
-        """Return key_begin and key_end on the device, if the mask has two sides, for kernels on the current stream."""
-        return self._key_bounds.read() if self.key_bounds else ()
 
     def table(self, transfer: Transfer) -> Tensor | None:
         """Return the runs of one of the transfers on the device, for `ops.rows_*`; None where they need none there."""
-        if self.queries.device.type != "cuda" or len(transfer.runs) <= ops.MAX_RUNS_WITHOUT_TABLE:
+        if self.device.type != "cuda" or len(transfer.runs) <= ops.MAX_RUNS_WITHOUT_TABLE:
             return None
         if transfer not in self._tables:
-            self._tables[transfer] = DeviceMask(self.queries.device, transfer.runs)
+            self._tables[transfer] = DeviceTensors(self.device, transfer.runs)
         (table,) = self._tables[transfer].read()
         return table
 
     @functools.cached_property
     def pieces(self) -> tuple[Sequence[Piece], ...] | None:
         """Return the pieces of each row of the mask; None where it takes too many."""
-        of = self.queries
-        return find_pieces(of.begin, of.end, self.k_runs, self.key_bounds, of.positions)
+        (begin, end), (positions,) = self.bounds.host, self.positions.host
+        of_keys = self.key_bounds.host if self.key_bounds else ()
+        return find_pieces(begin, end, self.k_runs, of_keys, positions)
 
     @functools.cached_property
     def squares(self) -> list[tuple[slice, Square]]:
@@ -151,11 +148,11 @@ class Round:
         return [(at, square) for at, of_row in zip(rows, pieces, strict=True) for square in squares(of_row)]
 
     def packs(self, q: Tensor, k: Tensor) -> tuple[Pack, ...]:
-        """Return the pieces in packs, for q (B, N, ...) and k (B, K, ...) there. RefusedError as by `DeviceMask`."""
+        """Return the pieces in packs, for q (B, N, ...) and k (B, K, ...) there. RefusedError as by `DeviceTensors`."""
         key = (q.size(0), q.size(1), k.size(1))
         if key not in self._packs:
             found = packs(self.pieces or (), *key)
-            mask = DeviceMask(self.queries.device, *(x for pack in found for x in pack if isinstance(x, Tensor)))
+            mask = DeviceTensors(self.device, *(x for pack in found for x in pack if isinstance(x, Tensor)))
             copies = iter(mask.read())
             there = (Pack._make(next(copies) if isinstance(x, Tensor) else x for x in pack) for pack in found)
             self._packs[key] = tuple(there), mask

@@ -15,10 +15,8 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ringtile.checksum import checksum
@@ -27,8 +25,7 @@ from ringtile.scheme import Scheme, Share, shares_of, usp_of_hosts
 from ringtile.sequence.heads import HeadGroup, join
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.plan import RankPlan, Shape, cheapest, rank_plan
-from ringtile.sequence.rounds import Round
+from ringtile.sequence.plan import RankPlan, Shape, cheapest
 from ringtile.transport.groups import Group, group_name, only_group_of, transport_of
 from ringtile.transport.transport import Transport
 
@@ -46,27 +43,6 @@ def living(transport: Callable[[], Transport | None]) -> Transport:
     if (alive := transport()) is None:
         raise InputError("the group of this sequence was destroyed; make a new group and a new ShardedSequence")
     return alive
-
-
-@dataclass(frozen=True, eq=False)
-class Ring:
-    """The ring that a rank is in: of all ranks, or, where ranks share heads, of those with the same shares."""
-
-    ranks: tuple[int, ...]
-    mask: IntervalMask
-    layout: Layout  # of the ring: where ranks share heads, each has the tokens of all of them
-    plan: RankPlan
-    heads: HeadGroup | None  # None: this rank works on all heads of its own queries
-    _rounds: dict[torch.device, tuple[Round, ...]] = field(default_factory=dict)
-
-    def rounds_on(self, device: torch.device) -> tuple[Round, ...]:
-        """Return this rank's rounds on a device, without idle ones; their masks are copied to a GPU once.
-
-        RefusedError where the current stream captures a CUDA graph, and the mask is not on the GPU yet.
-        """
-        if device not in self._rounds:
-            self._rounds[device] = Round.all_of(self.plan, device)
-        return self._rounds[device]
 
 
 class ShardedSequence:
@@ -247,15 +223,15 @@ class ShardedSequence:
     # ---- what follows from it -------------------------------------------------------------------
 
     @functools.cached_property
-    def ring(self) -> Ring:
-        """Return the ring of this rank. InputError: the scheme is not resolved."""
+    def plan(self) -> RankPlan:
+        """Return the plan of this rank. InputError: the scheme is not resolved."""
         size = self._scheme.ranks_per_group(self.world_size)
         (group, place), layout, heads = divmod(self.rank, size), self.layout, None
         if size > 1:
             layout, rows = join(layout, size)
             heads = HeadGroup(range(group * size, (group + 1) * size), self.rank, rows)
-        plan = rank_plan(self.mask, layout, group, at_once=self._scheme.at_once)
-        return Ring(tuple(range(place, self.world_size, size)), self.mask, layout, plan, heads)
+        ranks = range(place, self.world_size, size)
+        return RankPlan.of(self.mask, layout, group, at_once=self._scheme.at_once, ranks=ranks, heads=heads)
 
     def shares(self, num_heads: int, num_kv_heads: int) -> tuple[Share, ...]:
         """Return the heads that each of the ranks of this rank's group works on."""
@@ -265,10 +241,6 @@ class ShardedSequence:
     def digests(self) -> tuple[int, int]:
         """Return 64 bits of the layout and 64 of the mask; compared across ranks."""
         return self.layout.digest, self.mask.digest
-
-    def rounds_on(self, device: torch.device) -> tuple[Round, ...]:
-        """`Ring.rounds_on` of its ring."""
-        return self.ring.rounds_on(device)
 
     # ---- found again ----------------------------------------------------------------------------
 

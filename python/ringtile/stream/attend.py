@@ -43,7 +43,7 @@ from ringtile.attn.ulysses import Saved
 from ringtile.errors import RefusedError
 from ringtile.recurrent.carried import Carried, running_on
 from ringtile.recurrent.recurrence import Recurrence
-from ringtile.sequence.rounds import Queries, Round
+from ringtile.sequence.rounds import DeviceTensors, Round
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.host import HostCopies, HostTensor, Reader, Writer, in_order, to_host
 from ringtile.tiled.tiles import tiles
@@ -245,8 +245,8 @@ def _round_of(sequence: ShardedSequence, chunk: CausalChunk, q: Tensor) -> tuple
                 low = int(begin[some].min()) if bool(some.any()) else 0
                 high = max(int(end.max()), low + 1)
             positions = torch.arange(chunk.tokens.start, chunk.tokens.stop, device="cpu")
-            queries = Queries(q.device, begin, end, positions)
-            rounds[key] = slice(low, high), Round(queries, ops.runs_tensor([(low, 1, 0, high - low)]))
+            queries = DeviceTensors(q.device, begin, end), DeviceTensors(q.device, positions)
+            rounds[key] = slice(low, high), Round(*queries, ops.runs_tensor([(low, 1, 0, high - low)]))
     return rounds[key]
 
 
@@ -322,7 +322,7 @@ class WholeAttention(Whole):
         out, saved, self._called = forward(call, q, k, v)
         if copies is not None:
             out = to_host(out, copies)
-            if call.ring.heads is None:
+            if call.plan.heads is None:
                 waiting: Any = to_host(q, copies)
                 waiting.chunk_tokens = tokens
                 saved = saved._replace(q=waiting, out=out)
