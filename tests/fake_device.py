@@ -1,4 +1,4 @@
-"""A device for tests of `tiled.offload`, made of CPU tensors, whose copies are as late as they are allowed to be."""
+"""A device for tests of `hf.offload`, made of CPU tensors, whose copies are as late as they are allowed to be."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ except BuildError as error:  # `ringtile doctor` must run where the compiled ops
 
 _LAZY = {
     "CollectGarbageCallback": "hf.features.callbacks",
-    "Config": "config",
+    "Config": "hf.config",
     "ContextParallel": "torch_context_parallel.parallel_style",
     "ContextParallelPlan": "torch_context_parallel.plan",
     "causal_conv1d": "recurrent.functions",
@@ -60,7 +60,7 @@ _LAZY = {
     "plan_attention": "planner.layer",
     "restore": "hf.trainer",
     "selective_scan": "recurrent.functions",
-    "sequence_log_probs": "rl",
+    "sequence_log_probs": "torch_context_parallel.rl",
     "ssd": "recurrent.functions",
     "stream_layers": "hf.features.stream",
     "tile_mlps": "hf.features.mlp",
@@ -72,7 +72,7 @@ _LAZY = {
 }
 if TYPE_CHECKING:
     from ringtile.attn.latents import Latents
-    from ringtile.config import Config
+    from ringtile.hf.config import Config
     from ringtile.hf.features.callbacks import CollectGarbageCallback
     from ringtile.hf.features.mlp import tile_mlps
     from ringtile.hf.features.norm import tile_norms
@@ -82,7 +82,6 @@ if TYPE_CHECKING:
     from ringtile.hf.written import real_tokens, token_positions
     from ringtile.planner.layer import Plan, plan_attention
     from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
-    from ringtile.rl import sequence_log_probs
     from ringtile.tiled.log_probs import tiled_log_probs
     from ringtile.tiled.loss import tiled_linear_cross_entropy
     from ringtile.tiled.mlp import tiled_mlp
@@ -91,6 +90,7 @@ if TYPE_CHECKING:
     from ringtile.torch_context_parallel.flex import create_cp_block_mask, flex_attention
     from ringtile.torch_context_parallel.parallel_style import ContextParallel
     from ringtile.torch_context_parallel.plan import ContextParallelPlan
+    from ringtile.torch_context_parallel.rl import sequence_log_probs
 
 __version__ = "0.1.0"
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ringtile.random_states import drawn_since, random_states
+from ringtile.tiled.module_state import drawn_since, random_states
 
 
 class Generator(torch.Generator):

@@ -291,7 +291,7 @@ MUTANTS = [
     ),
     Mutant(
         "log-probs: first token of a row predicted by padding",
-        "python/ringtile/rl.py",
+        "python/ringtile/torch_context_parallel/rl.py",
         "predicted = (mask.begin[:, 1:] <= before) & (before < mask.end[:, 1:])",
         "predicted = before < mask.end[:, 1:]",
         "tests/torch_cp/test_sequence_log_probs.py -k one_process",
@@ -349,7 +349,7 @@ MUTANTS = [
     ),
     Mutant(
         "trees on one rank attend all tokens of the row before",
-        "python/ringtile/config.py",
+        "python/ringtile/hf/config.py",
         "self.context_parallel_size > 1 or self.shared_prefix or self.stream",
         "self.context_parallel_size > 1 or self.stream",
         "tests/hf/test_shared_prefix.py -k nothing_is_sharded",

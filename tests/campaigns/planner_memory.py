@@ -356,7 +356,7 @@ def _run(case: tuple[Any, ...]) -> int:
 
 def predict(case: tuple[Any, ...]) -> dict[str, int]:
     """The parts of the peak, as `ringtile plan --model` has them."""
-    from ringtile.config import Config
+    from ringtile.hf.config import Config
     from ringtile.planner.grpo import Grpo
     from ringtile.planner.images import ImageRows
     from ringtile.planner.setup import Setup

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ringtile.cli.data import Encoder, load_documents, make_collator, make_encoder, make_rows
 from ringtile.cli.recipe import DataConfig, Recipe
-from ringtile.config import Config
 from ringtile.errors import ConfigError
+from ringtile.hf.config import Config
 
 TEXTS = ["first document\n\nof two paragraphs", "second", "caf\u00e9 \u4e16"]
 

@@ -24,8 +24,8 @@ from ringtile.cli import main
 from ringtile.cli import train as train_verb
 from ringtile.cli.proofs import max_rel_diff
 from ringtile.cli.recipe import DEFAULTS, SECTIONS, DataConfig, Recipe
-from ringtile.config import Config
 from ringtile.errors import ConfigError
+from ringtile.hf.config import Config
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXT = "Every rank holds a part of the sequence; the ring brings the keys. " * 8

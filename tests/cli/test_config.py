@@ -10,8 +10,8 @@ import re
 import pytest
 import ringtile
 from ringtile.cli import main
-from ringtile.config import Config
-from ringtile.yaml_file import read_yaml
+from ringtile.hf.config import Config
+from ringtile.hf.yaml_file import read_yaml
 
 
 def test_defaults_change_nothing():

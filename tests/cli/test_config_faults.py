@@ -15,7 +15,7 @@ from ringtile.cli import MAX_LINE, main
 from ringtile.cli.output import check_output, write_json, write_output
 from ringtile.cli.recipe import Recipe
 from ringtile.errors import ConfigError, needs_extra
-from ringtile.yaml_file import _Loader, read_yaml
+from ringtile.hf.yaml_file import _Loader, read_yaml
 from test_cli_train import MODEL, TRAINING, write_config
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 

@@ -22,7 +22,7 @@ import yaml
 from hf_engines import engine
 from hf_training import TOLERANCE, enter_world
 from pool import run_ranks
-from ringtile.config import Config
+from ringtile.hf.config import Config
 from test_hf_axolotl import needs_axolotl, plugin_module, registered, validated
 
 from examples.tiny_model import tiny_model, tiny_tokenizer

@@ -33,7 +33,7 @@ if __name__ == "__main__":
 from failures import how_of, line
 from hf_engines import engine
 from hf_training import GROUP_OF_ONE, enabled
-from ringtile.config import Config
+from ringtile.hf.config import Config
 from ringtile.planner.setup import Setup
 from ringtile.planner.step import TrainingStep
 from step_time import shares, watched

@@ -25,7 +25,7 @@ from hf_engines import engine as engine_arguments
 from hf_engines import full_weights
 from hf_models import tiny_model, tiny_tokenizer, with_lora
 from pool import Pool
-from ringtile.config import Config
+from ringtile.hf.config import Config
 from ringtile.hf.feature import Enabled
 from ringtile.hf.model import base_model
 from ringtile.hf.patches import Patches

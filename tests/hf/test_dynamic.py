@@ -14,7 +14,7 @@ from hf_models import hybrid, tiny_model
 from hf_training import TOLERANCE, Padded, Run, assert_equal_training, failure_of, make_trainer, packed, train
 from pool import run_ranks
 from ringtile import ConfigError, IntervalMask, RefusedError
-from ringtile.config import Config
+from ringtile.hf.config import Config
 from ringtile.hf.features import dynamic
 from ringtile.hf.features.dynamic import join
 from ringtile.hf.masks import mask_of_batch, read

@@ -12,8 +12,8 @@ from hf_training import PROOF, enabled, make_trainer, train
 from oracle import kept
 from pool import run_ranks
 from ringtile import AttentionDropout, RefusedError
+from ringtile.first_batch.random_states import random_digest
 from ringtile.hf.features.dropout import Draws
-from ringtile.random_states import random_digest
 from torch._dynamo.utils import counters
 from transformers import AttentionInterface, AttentionMaskInterface, TrainerCallback
 from transformers.masking_utils import eager_mask

@@ -11,7 +11,7 @@ import torch
 import transformers
 from hf_models import tiny_model
 from ringtile import InputError, RefusedError, tile_norms
-from ringtile.config import Config
+from ringtile.hf.config import Config
 from ringtile.hf.features import norm as of_norms
 from ringtile.hf.features.norm import find_norms
 from ringtile.planner.setup import Setup

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hf_models import tiny_model
 from hf_training import assert_equal_training, failure_of, make_trainer, train
 from pool import run_ranks
-from ringtile.registered_attention import DECLARED
+from ringtile.hf.registered_attention import DECLARED
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward

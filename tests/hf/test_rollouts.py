@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hf_rollouts import make_rollouts, train_rollouts
 from hf_training import TOLERANCE, Run, run_new_ranks
 from pool import run_ranks
-from ringtile.random_states import random_digest
+from ringtile.first_batch.random_states import random_digest
 
 # Old log-probs, from the second update on; clipping; a reference model; fewer tokens than there are; truncated ones.
 ALL = {

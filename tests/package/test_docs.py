@@ -26,7 +26,7 @@ from docs_examples import EXAMPLES, run_page
 from pool import run_ranks
 from ringtile.cli import VERBS, verb_module
 from ringtile.cli.recipe import Recipe
-from ringtile.config import Config
+from ringtile.hf.config import Config
 from test_hf_axolotl import plugin_module, registered
 from torch.distributed.run import get_args_parser
 
@@ -377,10 +377,13 @@ def test_imports_point_down() -> None:
         name: depth for depth, line in enumerate(lines) for name in re.split("  +", line.rsplit("    ", 1)[0].strip())
     }
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert folders <= level.keys()
+    files = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__", "auto"}
+    assert folders | files <= level.keys()
+    core = [name for name in level if level[name] > level["first_batch"]]
+    assert not {"cli", "planner", "torch_context_parallel", "hf"} & set(core)
     for path in PACKAGE.rglob("*.py"):
         home = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if home not in level:  # __init__, __main__, auto: above all layers
+        if home not in level:  # those three are above all layers
             continue
         for name in imported(ast.parse(path.read_text())) & level.keys() - {home}:
             assert level[name] > level[home], f"{path.relative_to(PACKAGE)} imports {name}"

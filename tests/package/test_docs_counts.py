@@ -8,7 +8,7 @@ import re
 import typing
 
 import pytest
-from ringtile.config import Config
+from ringtile.hf.config import Config
 from ringtile.sequence.layout import CHUNKS_PER_RANK, PADDED_LIKE
 from ringtile.transport.failures import MAX_NEIGHBORS
 

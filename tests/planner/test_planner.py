@@ -15,9 +15,9 @@ import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from ringtile.cli import main
-from ringtile.config import Config
 from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf.batch import CHECKPOINTING
+from ringtile.hf.config import Config
 from ringtile.planner.advice import Longest, longest, switches
 from ringtile.planner.live import Live
 from ringtile.planner.setup import Setup

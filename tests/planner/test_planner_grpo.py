@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from ringtile.cli import main
-from ringtile.config import Config
 from ringtile.errors import RefusedError
+from ringtile.hf.config import Config
 from ringtile.planner.grpo import Grpo
 from ringtile.planner.setup import Setup
 from ringtile.planner.step import StepMemory, TrainingStep

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ringtile.cli import main
-from ringtile.config import Config
+from ringtile.hf.config import Config
 from ringtile.hf.model import towers
 from ringtile.planner.images import ImageRows
 from ringtile.planner.setup import Setup

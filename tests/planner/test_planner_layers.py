@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from ringtile.config import Config
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import ShardedBatch, active
+from ringtile.hf.config import Config
 from ringtile.hf.features import recurrent
 from ringtile.hf.patches import Patches
 from ringtile.planner.grpo import Grpo

@@ -8,8 +8,8 @@ import torch
 from hf_models import hybrid, tiny_model
 from hf_training import Padded, enter_world, failure_of, make_trainer, packed
 from pool import run_ranks
-from ringtile.config import Config
 from ringtile.hf.batch import active_batch
+from ringtile.hf.config import Config
 from ringtile.hf.features import loss
 from test_stream_layers import cells
 from torch import Tensor, nn

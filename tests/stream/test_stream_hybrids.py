@@ -5,9 +5,9 @@ import copy
 import pytest
 import ringtile
 import torch
-from ringtile.config import Config
 from ringtile.errors import RefusedError
 from ringtile.hf.batch import active
+from ringtile.hf.config import Config
 from ringtile.hf.features import recurrent, stream
 from ringtile.hf.model import switch_attention
 from ringtile.hf.patches import Patches

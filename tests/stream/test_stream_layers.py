@@ -16,8 +16,8 @@ from fake_device import LateTransfer, alive
 from hf_models import FAMILIES, SIZES, tiny_encoder, tiny_model, with_lora
 from pool import run_ranks
 from ringtile import InputError, RefusedError
-from ringtile.config import Config
 from ringtile.hf.batch import active
+from ringtile.hf.config import Config
 from ringtile.hf.features import stream
 from ringtile.hf.features.loss import install_tiled_loss
 from ringtile.hf.features.offload import offload_activations

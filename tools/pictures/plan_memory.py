@@ -12,7 +12,7 @@ import pathlib
 from typing import Any
 
 import torch
-from ringtile.config import Config
+from ringtile.hf.config import Config
 from ringtile.planner.setup import Setup
 from ringtile.planner.step import TrainingStep
 from transformers import Qwen3Config

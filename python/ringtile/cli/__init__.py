@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError: one line, as every other error, instead of argparse's usage and exit."""
         if self.prog == "ringtile" and (found := re.search(r"invalid choice: '(.*?)' \(", message)):
-            from ringtile.config import nearest_key  # which needs yaml; the doctor does not
+            from ringtile.hf.config import nearest_key  # which needs yaml; the doctor does not
 
             raise ConfigError(f"unknown verb {found[1]}: {nearest_key(found[1], VERBS)}")
         raise ConfigError(f"{message}; expected what `{self.prog} -h` lists")

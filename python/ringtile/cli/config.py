@@ -15,8 +15,8 @@ from transformers import TrainingArguments
 
 from ringtile.cli import Outcome
 from ringtile.cli.recipe import DEFAULTS, DataConfig, training_types
-from ringtile.config import Config, in_words, nearest_key
 from ringtile.errors import ConfigError
+from ringtile.hf.config import Config, in_words, nearest_key
 
 _JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", dict: "object"}
 _CLOSED = {"type": "object", "additionalProperties": False}

@@ -11,8 +11,8 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
-from ringtile.config import MAX_KEY, check_keys, nearest_key
 from ringtile.errors import ConfigError, refusing, shown
+from ringtile.hf.config import MAX_KEY, check_keys, nearest_key
 
 _MAX = 2**31 - 1
 # Of a model, under transformers' own names, which attribute_map translates.

@@ -19,8 +19,8 @@ import torch
 
 from ringtile.cli import SET, Outcome, plan_model
 from ringtile.cli.output import check_output, table, write_output
-from ringtile.config import Config
 from ringtile.errors import ConfigError, RingtileError
+from ringtile.hf.config import Config
 from ringtile.planner.layer import pairs_of, plan_attention, plan_of, shortened
 from ringtile.planner.recurrent_layer import KINDS, scheme_costs
 from ringtile.planner.recurrent_layer import table as recurrent_table

@@ -16,8 +16,8 @@ import torch
 
 from ringtile.cli import Outcome, plan_run
 from ringtile.cli.output import check_output, progress, write_output
-from ringtile.config import MAX_KEY, Config, nearest_key
 from ringtile.errors import PAGES, ConfigError, refusing
+from ringtile.hf.config import MAX_KEY, Config, nearest_key
 from ringtile.planner.optimizers import OPTIMIZERS
 from ringtile.planner.sizes import bytes_text, parse_bytes, parse_rates, parse_tokens, tokens_text
 from ringtile.scheme import Scheme

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 import ringtile
-from ringtile.config import Config
+from ringtile.hf.config import Config
 from ringtile.hf.features.mlp import find_mlps
 from ringtile.hf.features.norm import find_norms
 from ringtile.sequence.layout import PADDED_LIKE, resolved

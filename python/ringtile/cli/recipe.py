@@ -19,9 +19,9 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 
 from ringtile.cli.environment import world_size
-from ringtile.config import Config, Count, Section, check_keys, check_types, flat
 from ringtile.errors import PAGES, ConfigError, refusing, shown
-from ringtile.yaml_file import parse_yaml, read_yaml
+from ringtile.hf.config import Config, Count, Section, check_keys, check_types, flat
+from ringtile.hf.yaml_file import parse_yaml, read_yaml
 
 SECTIONS = ("model", "data", "training")
 ENGINES = ("fsdp", "fsdp_config", "deepspeed")  # training keys of several ranks

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ringtile.first_batch.own import LIBRARIES, is_own, is_users
-from ringtile.random_states import all_random_states, set_random_states
+from ringtile.first_batch.random_states import all_random_states, set_random_states
 
 _MOST = 10_000  # entries of a container whose content is kept
 _LARGEST = 1 << 28  # bytes of all tensors that are copied

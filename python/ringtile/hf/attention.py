@@ -30,7 +30,7 @@ from ringtile.hf.families import EAGER_SINKS
 from ringtile.hf.keys import DOCUMENTS, LOSS, OUTPUT, key_of_tree
 from ringtile.hf.layers import mask_of_layer
 from ringtile.hf.patches import Patches
-from ringtile.registered_attention import DECLARED, is_replaceable, shown_function
+from ringtile.hf.registered_attention import DECLARED, is_replaceable, shown_function
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.stream.attend import WHOLE, running_chunk

@@ -17,8 +17,8 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, field_validator
 
-from ringtile.config import TAKEN, WORDS, Config, Count, Section, flat
 from ringtile.errors import ConfigError
+from ringtile.hf.config import TAKEN, WORDS, Config, Count, Section, flat
 from ringtile.hf.features.mlp import tile_mlps
 from ringtile.hf.model import base_model
 from ringtile.hf.trainer import enable

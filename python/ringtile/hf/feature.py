@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from ringtile.config import Config
+from ringtile.hf.config import Config
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.patches import Patches
 

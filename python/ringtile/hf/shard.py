@@ -19,10 +19,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel, Trainer
 
 from ringtile import keep
-from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, MaskNotExpressibleError, RefusedError
 from ringtile.first_batch.trace import ModelCall, running_trace, runs_whole
 from ringtile.hf.batch import ShardedBatch, SharedRows, main_input
+from ringtile.hf.config import Config
 from ringtile.hf.features.dynamic import join
 from ringtile.hf.features.trees import share, unfold
 from ringtile.hf.group import ContextParallelGroup

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import Trainer
 
-from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError
 from ringtile.first_batch.compare import Comparison
 from ringtile.hf import model, trainers
+from ringtile.hf.config import Config
 from ringtile.hf.feature import Enabled
 from ringtile.hf.features import dynamic, loss, mlp, norm, offload, recurrent, stream, trees
 from ringtile.hf.features.rollouts import LossOnRollouts

@@ -16,7 +16,7 @@ from ringtile.hf.liger import check_liger
 from ringtile.hf.model import adapters_of, adds_tokens, base_model, reads_rows
 
 if TYPE_CHECKING:
-    from ringtile.config import Config
+    from ringtile.hf.config import Config
 
 logger = logging.getLogger("ringtile")
 

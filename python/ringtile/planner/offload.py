@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ringtile.hf.batch import STREAMED
+from ringtile.hf.offload import hooks_of
 from ringtile.hf.patches import Patches
 from ringtile.planner.live import Live
-from ringtile.tiled.offload import hooks_of
 
 
 class _Hidden:
@@ -60,7 +60,7 @@ class HostMemory:
 
 
 class Offload:
-    """`tiled/offload.py` on fake tensors, which have no address and no streams: the same tensors at the same time."""
+    """`hf/offload.py` on fake tensors, which have no address and no streams: the same tensors at the same time."""
 
     def __init__(self, model: nn.Module, patches: Patches, ends: HostMemory) -> None:
         self.saved_bytes, self.ends = 0, ends

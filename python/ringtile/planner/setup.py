@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PretrainedConfig
 
-from ringtile.config import Config
+from ringtile.hf.config import Config
 from ringtile.planner.grpo import Grpo
 from ringtile.planner.images import ImageRows
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ringtile.errors import RefusedError
-from ringtile.random_states import drawn_since, random_states
 from ringtile.recurrent.carried import Carried
 from ringtile.stream.attend import (
     WHOLE,
@@ -32,6 +31,7 @@ from ringtile.stream.attend import (
     Whole,
 )
 from ringtile.tiled.host import HostCopies, HostTensor, Reader, Writer, empty_like, in_order
+from ringtile.tiled.module_state import drawn_since, random_states
 from ringtile.tiled.replay import Again, Output, RandomState, Replay, as_tuple, run
 from ringtile.tiled.tiles import tiles
 

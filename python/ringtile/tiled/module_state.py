@@ -1,4 +1,4 @@
-"""What a forward may change that is called only to see what it computes, and the way back."""
+"""What a forward may change that is called only to see what it computes, and the way back; torch's random states."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-
-from ringtile.random_states import drawn_since, random_states, set_torch_states
 
 
 class ModuleState:
@@ -42,3 +40,34 @@ class ModuleState:
 
 def _same(held: Mapping[str, Any], was: Mapping[str, Any]) -> bool:
     return held.keys() == was.keys() and all(value is was[name] for name, value in held.items())
+
+
+def random_states() -> dict[str, Tensor]:
+    """Return the states of the default generators by device: the CPU, and every GPU once the process has initialized
+    CUDA.
+
+    A GPU's is a seed and an offset, which the host keeps: reading it neither waits for the device nor uses it.
+    """
+    states = {"cpu": torch.default_generator.get_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for index, generator in enumerate(torch.cuda.default_generators):
+            states[f"cuda:{index}"] = generator.get_state()
+    return states
+
+
+def drawn_since(before: dict[str, Tensor]) -> list[str]:
+    """Return the devices whose default generators have drawn, or were seeded, since `random_states` returned
+    `before`."""
+    return [
+        device
+        for device, state in random_states().items()
+        # CUDA was initialized since: a generator that has not drawn has offset 0, the second half of its state.
+        if (state[8:].any() if device not in before else not torch.equal(state, before[device]))
+    ]
+
+
+def set_torch_states(states: dict[str, Tensor]) -> None:
+    """Puts back what `random_states` returned."""
+    for device, state in states.items():
+        generator = torch.default_generator if device == "cpu" else torch.cuda.default_generators[int(device[5:])]
+        generator.set_state(state)

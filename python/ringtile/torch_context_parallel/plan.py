@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringtile.errors import InputError, RefusedError
 from ringtile.first_batch.compare import Comparison
-from ringtile.random_states import drawn_since, random_states
-from ringtile.registered_attention import refuse_inside
+from ringtile.hf.registered_attention import refuse_inside
 from ringtile.scheme import Scheme
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
+from ringtile.tiled.module_state import drawn_since, random_states
 from ringtile.torch_context_parallel import first_block
 from ringtile.torch_context_parallel.buffers import pairs_of, seq_len_of
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of, layout_of, override, unmasked_sequence

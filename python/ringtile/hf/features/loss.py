@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, RefusedError, shown
 from ringtile.hf.batch import ShardedBatch, active_batch
+from ringtile.hf.config import Config
 from ringtile.hf.feature import Feature
 from ringtile.hf.liger import has_fused_loss
 from ringtile.hf.patches import Patches

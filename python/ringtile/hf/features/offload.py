@@ -12,9 +12,9 @@ from transformers import TrainerCallback
 from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf.batch import CHECKPOINTING, STREAMED
 from ringtile.hf.feature import Enabled, Feature
+from ringtile.hf.offload import ActivationOffload
 from ringtile.hf.patches import Patches
 from ringtile.tiled.host import HostCopies, PinnedCopies
-from ringtile.tiled.offload import ActivationOffload
 
 logger = logging.getLogger(__name__)
 

@@ -24,16 +24,16 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ringtile.errors import ConfigError, RefusedError
-from ringtile.hf.batch import ShardedBatch
-from ringtile.hf.group import of_a_collective
-from ringtile.hf.loss_on_sequences import LossOnSequences
-from ringtile.random_states import (
+from ringtile.first_batch.random_states import (
     all_random_states,
     host_random_states,
     random_digest,
     random_numbers_of,
     set_random_states,
 )
+from ringtile.hf.batch import ShardedBatch
+from ringtile.hf.group import of_a_collective
+from ringtile.hf.loss_on_sequences import LossOnSequences
 from ringtile.transport.groups import transport_of
 
 

@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, Trainer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ringtile.config import Config
 from ringtile.errors import ConfigError, InputError, RefusedError, shown
 from ringtile.hf import attention
 from ringtile.hf.batch import CHECKPOINTING, STREAMED, active_batch, as_now
+from ringtile.hf.config import Config
 from ringtile.hf.drawn_masks import intervals_of
 from ringtile.hf.families import CACHES, MIXERS, UNKNOWN_RECURRENCES, WHOLE_SEQUENCES
 from ringtile.hf.feature import Feature

@@ -37,13 +37,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers.utils.generic import ModelOutput
 
 from ringtile.errors import InputError, RefusedError
+from ringtile.first_batch.random_states import all_random_states, set_random_states
 from ringtile.hf.batch import active_batch, waiting_batch
 from ringtile.hf.feature import HOOKS, Enabled, Feature
 from ringtile.hf.features.images import Images, Rows, deal, layout_of, read
 from ringtile.hf.model import drops_attention, towers
 from ringtile.hf.patches import Patches
 from ringtile.precision import float32_rounding
-from ringtile.random_states import all_random_states, set_random_states
 from ringtile.transport.groups import Group, all_gather_seq, transport_of
 from ringtile.transport.transport import all_gather
 

@@ -14,8 +14,8 @@ from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from ringtile.errors import ConfigError, InputError, shown
+from ringtile.hf.yaml_file import read_yaml
 from ringtile.scheme import Scheme
-from ringtile.yaml_file import read_yaml
 
 logger = logging.getLogger("ringtile")
 

@@ -1,5 +1,4 @@
-"""The states of torch's default generators: which have drawn, since what a shard draws is not what the full sequence
-would; and numbers of a rank's own."""
+"""The random states of torch, Python and numpy, as one; and numbers of a rank's own."""
 
 from __future__ import annotations
 
@@ -14,29 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def random_states() -> dict[str, Tensor]:
-    """Return the states of the default generators by device: the CPU, and every GPU once the process has initialized
-    CUDA.
-
-    A GPU's is a seed and an offset, which the host keeps: reading it neither waits for the device nor uses it.
-    """
-    states = {"cpu": torch.default_generator.get_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        for index, generator in enumerate(torch.cuda.default_generators):
-            states[f"cuda:{index}"] = generator.get_state()
-    return states
-
-
-def drawn_since(before: dict[str, Tensor]) -> list[str]:
-    """Return the devices whose default generators have drawn, or were seeded, since `random_states` returned
-    `before`."""
-    return [
-        device
-        for device, state in random_states().items()
-        # CUDA was initialized since: a generator that has not drawn has offset 0, the second half of its state.
-        if (state[8:].any() if device not in before else not torch.equal(state, before[device]))
-    ]
+from ringtile.tiled.module_state import random_states, set_torch_states
 
 
 def all_random_states() -> tuple[dict[str, Tensor], Any, Any]:
@@ -58,13 +35,6 @@ def set_random_states(states: tuple[dict[str, Tensor], Any, Any]) -> None:
     random.setstate(pythons)
     if numpys is not None:
         sys.modules["numpy"].random.set_state(numpys)
-
-
-def set_torch_states(states: dict[str, Tensor]) -> None:
-    """Puts back what `random_states` returned."""
-    for device, state in states.items():
-        generator = torch.default_generator if device == "cpu" else torch.cuda.default_generators[int(device[5:])]
-        generator.set_state(state)
 
 
 def random_digest() -> str:

@@ -20,8 +20,8 @@ from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf.batch import CHECKPOINTING
 from ringtile.hf.features.callbacks import collect
 from ringtile.hf.features.offload import OffloadActivations, offload_activations
+from ringtile.hf.offload import ON_DEVICE, ActivationOffload
 from ringtile.tiled.host import PinnedCopies
-from ringtile.tiled.offload import ON_DEVICE, ActivationOffload
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
