@@ -404,6 +404,20 @@ MUTANTS = [
         "tests/hf/test_videos.py",
     ),
     Mutant(
+        "dynamic: rows that are joined attend the first one",
+        "python/ringtile/hf/features/dynamic.py",
+        "return (in_row + offsets)[inside]",
+        "return in_row[inside]",
+        "tests/hf/test_dynamic.py -k attends_as",
+    ),
+    Mutant(
+        "dynamic: a joined row counts places anew",
+        "python/ringtile/hf/attention.py",
+        "batch.places if batch.columns is None else batch.columns",
+        "batch.places",
+        "tests/hf/test_dynamic.py -k chunks",
+    ),
+    Mutant(
         "rollouts: each row generates from the images of the first",
         "python/ringtile/hf/features/rollouts.py",
         "parts[row : row + 1]",

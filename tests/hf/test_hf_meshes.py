@@ -104,7 +104,7 @@ def test_two_groups_share_experts(saved):
     """2 x 2 ranks, of which those of a group share all experts, or the four do."""
     for size in (2, 4):
         mesh = {"fsdp_size": 4, "ep_size": size}
-        _assert_equals_one_process(saved("qwen3-moe"), mesh, {}, rows=4, max_steps=2, evaluate=False)
+        _assert_equals_one_process(saved("deepseek-v3"), mesh, {}, rows=4, max_steps=2, evaluate=False)
 
 
 # ---- groups and refusals ------------------------------------------------------------------------

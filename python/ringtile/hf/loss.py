@@ -22,7 +22,7 @@ from ringtile.errors import RefusedError
 from ringtile.hf import model
 from ringtile.hf.batch import forget_checkpoints, keep_in_checkpoints
 from ringtile.hf.feature import Enabled
-from ringtile.hf.features import adapters, balancing_loss, dynamic, latents, means, recurrent, seam, towers
+from ringtile.hf.features import adapters, balancing_loss, dynamic, float8, latents, means, recurrent, seam, towers
 from ringtile.hf.features.dropout import Draws
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.hf.gradients import make_whole_for_hooks, refuse_compression
@@ -33,7 +33,7 @@ from ringtile.hf.patches import Patches
 from ringtile.hf.same_weights import SameWeights
 from ringtile.hf.shard import Sharding
 
-FEATURES = tuple(each.FEATURE for each in (towers, seam, recurrent, balancing_loss, adapters, latents, means))
+FEATURES = tuple(each.FEATURE for each in (towers, seam, recurrent, balancing_loss, adapters, latents, means, float8))
 
 
 class ShardedLoss(abc.ABC):
