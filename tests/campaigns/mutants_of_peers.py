@@ -97,8 +97,8 @@ MUTANTS = [
     Mutant(
         "peers: masks of padding are dropped",
         "python/ringtile/hf/masks.py",
-        "        masks.append(_of_attention_mask(attention_mask, position_ids, begins, batch_size, seq_len, causal))\n",
-        "        _of_attention_mask(attention_mask, position_ids, begins, batch_size, seq_len, causal)\n",
+        "        masks.append(_of_attention_mask(attention_mask, position_ids, batch_size, seq_len, causal))\n",
+        "        _of_attention_mask(attention_mask, position_ids, batch_size, seq_len, causal)\n",
         "tests/hf/test_hf_inputs.py",
         source="NVIDIA-NeMo/Automodel#2622",
         case="padding left",

@@ -116,7 +116,6 @@ TARGETS = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj"]}
 ADAPTERS = {"needs": ("peft",)}
 MODELS = [
     of_model("expected a transformers PreTrainedModel", OwnModel),
-    of_model("bidirectional", lambda: tiny_model("gemma3", use_bidirectional_attention=True)),
     of_model("model.layers.0.self_attn (DogeAttention) picks the keys", lambda: tiny_model("doge")),
     of_model("model.layers.0.mlp.router (PhimoeTopKRouter) samples the experts", lambda: tiny_model("phimoe")),
     of_model("num_items_in_batch", lambda: NoLossArguments(tiny_model().config)),

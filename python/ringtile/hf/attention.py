@@ -27,7 +27,7 @@ from ringtile.first_batch.trace import running_trace
 from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, main_input, waiting_batch
 from ringtile.hf.drawn_masks import intervals_of, intervals_of_drawn
 from ringtile.hf.families import EAGER_SINKS
-from ringtile.hf.keys import DOCUMENTS, LOSS, OUTPUT, key_of_tree
+from ringtile.hf.keys import DOCUMENTS, LOSS, MASK, OUTPUT, key_of_tree
 from ringtile.hf.layers import mask_of_layer
 from ringtile.hf.patches import Patches
 from ringtile.hf.registered_attention import DECLARED, is_replaceable, shown_function
@@ -205,7 +205,7 @@ def _of_whole_rows(
             f"{type(module).__name__} got {got} in a streamed layer; expected one of transformers' masking_utils, "
             f"drawn from a mask (batch, tokens) or none: {WHOLE}"
         )
-    if (tree := key_of_tree(options)) is not None:
+    if (tree := key_of_tree(options) or (MASK if options.get(MASK) is not None else None)) is not None:
         raise RefusedError(
             f"the batch holds {tree}, and its model is called outside of the Trainer's steps; expected train(), "
             f"evaluate() or predict()"

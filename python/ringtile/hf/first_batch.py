@@ -31,8 +31,9 @@ from ringtile.first_batch.trace import Trace, running_trace
 from ringtile.hf.features import stream
 from ringtile.hf.features.dropout import without_dropout
 from ringtile.hf.group import of_a_collective
-from ringtile.hf.keys import key_of_tree
+from ringtile.hf.keys import MASK, key_of_tree
 from ringtile.hf.model import inside_engine, own_attention
+from ringtile.sequence.mask import IntervalMask
 from ringtile.tiled.tiles import at_most
 
 if TYPE_CHECKING:
@@ -351,6 +352,11 @@ def cut_batch(
             index = taken.to(value.device).view(*taken.shape, *(1,) * (value.dim() - 2))
             cut[name] = value.gather(1, index.expand(-1, -1, *value.shape[2:]))
         _count_documents(cut, seq_len, int(begins[0]), length)
+        if isinstance(mask := inputs.get(MASK), IntervalMask) and mask.seq_len == seq_len:
+            firsts = begins[:, None].cpu()
+            taken = firsts + torch.arange(length, device="cpu")
+            moved = (x.expand(len(taken), -1).gather(1, taken) - firsts for x in mask.tensors)
+            cut[MASK] = IntervalMask(*(x.clamp(0, length).int() for x in moved))
     if has_rows:
         cut["position_ids"] = cut["position_ids"].permute(2, 0, 1).contiguous()
     return cut

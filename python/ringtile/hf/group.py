@@ -22,6 +22,7 @@ import ringtile
 from ringtile.checksum import checksum
 from ringtile.derivatives import gradients
 from ringtile.errors import ConfigError, InputError, PeerLostError, RefusedError, RingMismatchError, with_kind
+from ringtile.hf.keys import MASK
 from ringtile.hf.masks import read
 from ringtile.transport.agreement import PeerGoneError
 from ringtile.transport.groups import backend_name, transport_of
@@ -303,6 +304,7 @@ def _fingerprint(inputs: Mapping[str, Any]) -> dict[str, int | Tensor]:
     header["the checksum of keys, dtypes and shapes"] = zlib.crc32(kinds.encode())
     for name in ("input_ids", "labels"):
         header[f"the checksum of {name}"] = checksum(tensors.pop(name)) if name in tensors else 0
+    header[f"the checksum of {MASK}"] = getattr(inputs.get(MASK), "digest", 0)
     header["the checksum of the other tensors"] = checksum(*tensors.values(), device=main.device)
     return header
 

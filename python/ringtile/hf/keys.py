@@ -11,6 +11,7 @@ from ringtile.hf.families import CACHES
 
 IGNORE_INDEX = -100  # transformers' label of a position without a target
 LAST = "that of the last token"  # a model must not see padding of zeros: the norm of a zero vector has no gradient
+MASK = "interval_mask"  # an IntervalMask, which says alone who attends whom; beside it only padding counts
 
 
 class Key(NamedTuple):
@@ -33,7 +34,7 @@ KEYS = {
     "shift_labels": Key(padding=IGNORE_INDEX, loss=True),
     **dict.fromkeys(("labels", "num_items_in_batch"), Key(loss=True)),
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx"), Key(documents=True)),
-    **dict.fromkeys(("max_length_q", "max_length_k"), Key(documents=True)),
+    **dict.fromkeys(("max_length_q", "max_length_k", MASK), Key(documents=True)),
     **dict.fromkeys(("use_cache", "cache_position", "return_dict", "output_router_logits"), Key(output=True)),
     **dict.fromkeys(("output_hidden_states", "skip_logits"), Key(output=True)),  # the latter is of Liger's evaluation
     **dict.fromkeys(CACHES, Key(refused="a cache holds full sequences")),

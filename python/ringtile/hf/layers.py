@@ -67,7 +67,9 @@ def mask_of_layer(module: nn.Module, options: Mapping[str, Any]) -> LayerMask:
     if kinds and isinstance(index, int) and kinds[index] == "chunked_attention":
         return _mask_of(config, kinds[index], causal)
     if "sliding_window" in options:
-        return _of_window(options["sliding_window"], causal)
+        window = options["sliding_window"]
+        is_decoder = not causal and getattr(module, "is_causal", True)  # by its config alone: it hands on its own
+        return _of_window(window + 1 if is_decoder and window is not None else window, causal)
     # PhiMoE and Qwen2-MoE apply their window by the mask alone, which they make with this function.
     creates = "create_sliding_window_causal_mask" if causal else "create_bidirectional_sliding_window_mask"
     if not hasattr(sys.modules[type(module).__module__], creates):

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from ringtile.errors import InputError, RefusedError
-from ringtile.hf.keys import DOCUMENTS
+from ringtile.hf.keys import DOCUMENTS, MASK
 from ringtile.sequence.mask import IntervalMask
 
 # Whether transformers draws the masks of packed rows by position ids: chunks then begin with each document. Older
@@ -58,8 +58,13 @@ def mask_of_batch(
     masks = []
     attention_mask, position_ids = inputs.get("attention_mask"), documents_of(inputs.get("position_ids"))
     cu_seq_lens = _cu_seq_lens(inputs)
-    if cu_seq_lens is not None or inputs.get("seq_idx") is not None:  # these name documents: positions are free
-        position_ids = None
+    if any(inputs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", MASK)):
+        position_ids = None  # these name documents
+    if (own := inputs.get(MASK)) is not None:
+        if not isinstance(own, IntervalMask) or own.begin.size(0) not in (1, batch_size):
+            raise InputError(f"{MASK} is {own!r:.80}; expected a ringtile.IntervalMask of 1 or {batch_size} rows")
+        masks.append(own)
+        causal = False  # what else is said is of documents
     is_one_document = (
         attention_mask is not None
         and attention_mask.shape == (batch_size, seq_len)
@@ -80,9 +85,10 @@ def mask_of_batch(
         masks.append(_documents(inputs["seq_idx"].long() + 1, causal))  # documents 0, 1, ..., -1 is padding
     if not masks:
         return IntervalMask.whole(seq_len, causal)
+    for mask in masks:
+        if mask.seq_len != seq_len:
+            raise InputError(f"the documents are of {mask.seq_len} tokens, the batch of {seq_len}; expected one length")
     mask = functools.reduce(operator.and_, masks)
-    if mask.seq_len != seq_len:
-        raise InputError(f"the documents are of {mask.seq_len} tokens, the batch of {seq_len}; expected one length")
     return _one_row_if_equal(mask)
 
 
@@ -189,7 +195,7 @@ def _one_row(counted: Tensor) -> Tensor:
 
 def _one_row_if_equal(mask: IntervalMask) -> IntervalMask:
     """Merges the rows when they are equal: a plan costs work for every row."""
-    if mask.begin.size(0) == 1:
+    if mask.begin.size(0) == 1 or mask.key_begin is not None:
         return mask
     if bool((mask.begin == mask.begin[:1]).all()) and bool((mask.end == mask.end[:1]).all()):
         return IntervalMask(mask.begin[:1], mask.end[:1])

@@ -19,7 +19,7 @@ from ringtile.errors import PAGES, RefusedError
 from ringtile.hf import attention
 from ringtile.hf.batch import active_batch
 from ringtile.hf.families import SAMPLING, WHOLE_SEQUENCES
-from ringtile.hf.layers import RECURRENT_TYPES, known_types, layer_masks, mixers, refuse_indexers
+from ringtile.hf.layers import RECURRENT_TYPES, known_types, mixers, refuse_indexers
 from ringtile.hf.patches import Patches
 
 _HEADS_OF_ROWS = ("ForSequenceClassification", "ForQuestionAnswering")  # how names of models end that have one
@@ -142,13 +142,10 @@ def attends_causally(model: PreTrainedModel) -> bool:
         flag = getattr(module, "is_causal", None)
         if isinstance(flag, bool) and not path.endswith(_CROSS_ATTENTION):
             first.setdefault(flag, path)
+    # A decoder for which transformers draws full masks; each loss is computed as in one process.
     if True in first and not getattr(config, "is_causal", True):
-        # A decoder for which transformers draws full masks; each loss is computed as in one process.
-        if any(layer.window is not None for layer in layer_masks(config)):
-            raise RefusedError(
-                f"{name} has config.is_causal false and layers with a sliding window; expected layers that attend "
-                f"fully: such windows were not compared with one process. Instead, {instead(model)}"
-            )
+        return False
+    if getattr(config, "use_bidirectional_attention", None) is True and True not in first and not towers(model):
         return False
     # An encoder whose loss is the Trainer's does not shift either, and a loss of rows says nothing.
     has_no_head = model.base_model is model

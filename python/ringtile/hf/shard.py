@@ -26,8 +26,8 @@ from ringtile.hf.config import Config
 from ringtile.hf.features.dynamic import join
 from ringtile.hf.features.trees import share, unfold
 from ringtile.hf.group import ContextParallelGroup
-from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, KEYS, LAST, OWN, PADDING, REFUSED, is_scalar, key_of_tree
-from ringtile.hf.layers import layer_masks, mixers
+from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, KEYS, LAST, MASK, OWN, PADDING, REFUSED, is_scalar, key_of_tree
+from ringtile.hf.layers import LayerMask, layer_masks, mixers
 from ringtile.hf.masks import chunks_count, mask_of_batch, read
 from ringtile.hf.model import attends_causally, drops_attention, set_attention, shifts_labels, text_modules
 from ringtile.hf.patches import Patches
@@ -132,7 +132,7 @@ class Sharding:
             assert main is not None  # of it the batch was made
             call = ModelCall((main.size(0), main.size(1)), None, main.size(1), counted)
             _begin(call, at_seam=any(inputs.get(name) is not None for name in self.reading.besides))
-            return {**inputs, "use_cache": False}, None
+            return {**{name: x for name, x in inputs.items() if name != MASK}, "use_cache": False}, None
         if whole:  # in the user's attention, which the proof has set
             set_attention(self._base)
         self.num_batches += 1
@@ -216,6 +216,9 @@ def shard_batch(
         )
     targets = "shift_labels" if shifts_labels else "labels"
     given = {name: inputs[name] for name in reading.besides if inputs.get(name) is not None}
+    if inputs.get(MASK) is not None and (rows or given or any(each != LayerMask() for each in reading.layers)):
+        what = "rows that share tokens" if rows else "images" if given else "windows or chunks of layers"
+        raise RefusedError(f"the batch holds {MASK} beside {what}; expected layers that attend by it alone, and text")
     _refuse(inputs, ({*PADDING, *_GLOBAL} - unknown) | reading.besides | reading.per_token | reading.per_row)
     per_token = _per_token(inputs, main, reading, positions)
     on_host = on_host or read(inputs)[0]
