@@ -55,6 +55,16 @@ def test_keys_are_moved_out_of_axolotls_sight():
     assert cfg == {"ringtile": ours, "gc_steps": 5}
 
 
+MISSPELLED = {"tiled_mpl": "tiled_mlp", "context_paralel_size": "context_parallel_size", "eager_attention": ""}
+
+
+@pytest.mark.parametrize("key", MISSPELLED)
+def test_a_misspelled_key_outside_of_the_mapping_is_named(key, caplog):
+    registered(**{key: 2})
+    expected = [f"{key}: did you mean {MISSPELLED[key]}"] if MISSPELLED[key] else []
+    assert [message.partition("?")[0] for message in caplog.messages] == expected
+
+
 def test_old_name_of_the_size_and_the_section_are_read():
     assert registered(sequence_parallel_degree=2) == {"ringtile": {"context_parallel_size": 2}}
     assert registered(ringtile={"tiled_loss": True}) == {"ringtile": {"tiled_loss": True}}

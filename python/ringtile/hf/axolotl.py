@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import logging
 import os
 from collections.abc import Mapping, MutableMapping
@@ -127,6 +128,9 @@ def _take(cfg: MutableMapping[str, Any]) -> dict[str, Any]:
     else:
         left.add("activation_offloading")
     names = dict.fromkeys((*Config.names(), *Keys.names(), *TAKEN))
+    for key in map(str, cfg.keys() - names) if os.environ.get("RANK", "0") == "0" else ():
+        if close := difflib.get_close_matches(key, names, n=1, cutoff=0.88):  # closer than any key of axolotl's own
+            logger.warning(f"{key}: did you mean {close[0]}? axolotl drops a key that it does not know")
     return {name: cfg.pop(name) for name in names if name not in left and cfg.get(name) is not None}
 
 
