@@ -6,6 +6,7 @@ Shape letters: B batch, S global tokens, N local tokens, H heads, D head dim, W 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from ringtile import (
     context_parallel,
     tree_position_ids,
 )
+from ringtile.first_batch import proof
 from ringtile.torch_context_parallel import first_block
 from ringtile.torch_context_parallel import plan as plan_module
 from ringtile.transport.loopback import LoopbackGroup
@@ -350,3 +352,20 @@ def test_a_loop_that_nothing_compared_is_told_once(
     caplog.clear()
     in_block(lambda qkv: sdpa(*qkv))
     assert not caplog.messages
+
+
+def test_the_proof_is_seen_where_no_logging_is_configured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script of a stranger configures none."""
+    caplog.set_level("INFO", "ringtile")
+    proof._tell("in the log")
+    assert caplog.messages == ["in the log"]
+    assert not capsys.readouterr().err
+    caplog.set_level("NOTSET", "ringtile")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    proof._tell("on stderr")
+    assert capsys.readouterr().err == "on stderr\n"
+    monkeypatch.setattr(logging.getLogger("ringtile"), "level", logging.WARNING)
+    proof._tell("nowhere")
+    assert not capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -164,18 +165,20 @@ def prove(
         )
     if not dist.is_initialized() or dist.get_rank() == 0:
         what = f"{size} ranks compute what one process does" if size > 1 else f"{key} changes nothing"
-        logger.info(
-            "ringtile: on the first batch %s: %d modules%s; the largest difference is %.1f times that of rounding (%d "
-            "tokens, %.1f s%s)",
-            what,
-            found.num_modules,
-            ", loss and gradients" if found.backward else "",
-            found.largest,
-            num_tokens,
-            time.perf_counter() - began,
-            "".join(f"; {text}" for text in besides),
+        how = ", loss and gradients" if found.backward else ""
+        costs = "; ".join([f"{num_tokens} tokens, {time.perf_counter() - began:.1f} s", *besides])
+        _tell(
+            f"ringtile: on the first batch {what}: {found.num_modules} modules{how}; the largest difference is "
+            f"{found.largest:.1f} times that of rounding ({costs})"
         )
     return found
+
+
+def _tell(text: str) -> None:
+    """Log at INFO; where nobody has configured logging, write to stderr, as Python does with a warning."""
+    logger.info(text)
+    if not logger.hasHandlers() and logger.level == logging.NOTSET:
+        print(text, file=sys.stderr)
 
 
 def _refusal(found: Comparison, group: Group | None, device: torch.device, key: str) -> str:
