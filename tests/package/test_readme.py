@@ -41,6 +41,10 @@ def test_example_installs_what_it_imports(folder) -> None:
     assert "\n".join(lines) + "\n" in (folder / "README.md").read_text()
 
 
+def test_the_example_of_axolotl_installs_ringtile_without_an_extra() -> None:
+    assert "    pip install --no-build-isolation ../..  " in (ROOT / "examples/axolotl/README.md").read_text()
+
+
 def test_commands_of_readme_exist() -> None:
     first = blocks()[0]
     assert first[0].startswith("git clone ")

@@ -244,7 +244,7 @@ def switch_attention(wrapped: nn.Module, patches: Patches) -> None:
     if model.config.get_text_config()._attn_implementation != attention.NAME:
         raise RefusedError(
             f"{type(model).__name__} does not take its attention from transformers' AttentionInterface; expected a "
-            f"model that does, since others would attend within a shard only: {instead(model)}"
+            f"model that does, since its own attention would see the tokens of one rank only: {instead(model)}"
         )
 
 
