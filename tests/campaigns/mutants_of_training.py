@@ -398,7 +398,7 @@ MUTANTS = [
     ),
     Mutant(
         "seam: features in the order of the tokens of another rank",
-        "python/ringtile/hf/language_model.py",
+        "python/ringtile/hf/features/seam.py",
         "return value[self._numbers]",
         "return value[self._numbers.flip(0)]",
         "tests/hf/test_videos.py",

@@ -7,7 +7,7 @@ from hf_models import tiny_model
 from hf_training import assert_equal_training, failure_of, make_trainer, train
 from losses import OwnLoss
 from pool import run_ranks
-from ringtile.hf.gradients import refuse_compression
+from ringtile.hf.weights import refuse_compression
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from transformers import Trainer, TrainerCallback
 

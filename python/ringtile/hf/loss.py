@@ -25,13 +25,12 @@ from ringtile.hf.feature import Enabled
 from ringtile.hf.features import adapters, balancing_loss, dynamic, float8, latents, means, recurrent, seam, towers
 from ringtile.hf.features.dropout import Draws
 from ringtile.hf.first_batch import FirstBatch
-from ringtile.hf.gradients import make_whole_for_hooks, refuse_compression
 from ringtile.hf.group import ContextParallelGroup, deepspeed_shards_sequences
 from ringtile.hf.model import check_training_model
 from ringtile.hf.one_process import Groups
 from ringtile.hf.patches import Patches
-from ringtile.hf.same_weights import SameWeights
 from ringtile.hf.shard import Sharding
+from ringtile.hf.weights import SameWeights, make_whole_for_hooks, refuse_compression
 
 FEATURES = tuple(each.FEATURE for each in (towers, seam, recurrent, balancing_loss, adapters, latents, means, float8))
 

@@ -28,11 +28,11 @@ from ringtile.hf import model
 from ringtile.hf.attention import hide_attention_mask
 from ringtile.hf.batch import ShardedBatch, activate, active, active_batch, main_input
 from ringtile.hf.features import stream
-from ringtile.hf.gradients import refuse_inside_loss
 from ringtile.hf.group import exchanged
 from ringtile.hf.keys import OWN
 from ringtile.hf.loss import ShardedLoss
 from ringtile.hf.reading import Reading
+from ringtile.hf.weights import refuse_inside_loss
 from ringtile.tiled.tiles import at_most
 
 # Outputs with an entry per token, (B, N, ...). The outputs of TRL's fused head have one per predicted token: S - 1.
