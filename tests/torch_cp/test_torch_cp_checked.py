@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -343,11 +344,11 @@ def test_a_loop_that_nothing_compared_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(first_block, "compared", False)
-    plan_module._warn.cache_clear()
+    monkeypatch.setattr(plan_module, "_unwarned", threading.Lock())
     for world_size in (1, 2, 2):
         in_block(lambda qkv: sdpa(*qkv), world_size=world_size)
     assert sum("nothing has compared this loop with one process" in message for message in caplog.messages) == 1
-    plan_module._warn.cache_clear()
+    monkeypatch.setattr(plan_module, "_unwarned", threading.Lock())
     monkeypatch.setattr(first_block, "compared", True)
     caplog.clear()
     in_block(lambda qkv: sdpa(*qkv))

@@ -6,8 +6,8 @@ Shape letters: B batch, S tokens of the whole sequence, N tokens of a shard.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -190,18 +190,16 @@ def _seq_len_of_all(seq_len: int | None, mask: IntervalMask | None, layout: Layo
     return sizes[0]
 
 
+_unwarned = threading.Lock()  # taken for good by the thread that says it
+
+
 def warn_if_unchecked() -> None:
     """Say once a process that no loop was compared with one process."""
-    if not first_block.compared:
-        _warn()
-
-
-@functools.cache
-def _warn() -> None:
-    logger.warning(
-        "context_parallel: nothing has compared this loop with one process. Eager attention, windows, and what a "
-        "model derives from a shard (positions, labels, means) go unseen; call ringtile.check_first_batch first"
-    )
+    if not first_block.compared and _unwarned.acquire(blocking=False):
+        logger.warning(
+            "context_parallel: nothing has compared this loop with one process. Eager attention, windows, and what a "
+            "model derives from a shard (positions, labels, means) go unseen; call ringtile.check_first_batch first"
+        )
 
 
 def alone(group: Group) -> RingMode:
