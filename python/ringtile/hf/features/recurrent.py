@@ -41,7 +41,7 @@ from ringtile.hf.model import base_model, instead, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.recurrent.choose import uses_libraries
 from ringtile.recurrent.functions import causal_conv1d, gated_delta_rule, selective_scan, ssd
-from ringtile.sequence.layout import Layout
+from ringtile.sequence.layout import named_layout
 from ringtile.sequence.sharded import ShardedSequence
 
 logger = logging.getLogger("ringtile")
@@ -131,7 +131,7 @@ def _begin_whole(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[
     if main is None or not is_packed(kwargs):
         return None
     rows, seq_len = main.shape[:2]
-    sequence = ShardedSequence.of(mask_of_batch(read(kwargs)[0], rows, seq_len), Layout.contiguous(seq_len, 1))
+    sequence = ShardedSequence.of(mask_of_batch(read(kwargs)[0], rows, seq_len), named_layout("contiguous", seq_len, 1))
     places = torch.arange(seq_len, device=main.device)
     activate(ShardedBatch(sequence, seq_len, seq_len - 1, None, places, only_recurrences=True))
     return args, {**kwargs, "use_cache": False}  # with a cache, transformers' attention would join them

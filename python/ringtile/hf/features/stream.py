@@ -36,7 +36,7 @@ from ringtile.hf.masks import mask_of_batch
 from ringtile.hf.model import attends_causally, base_model, refuse_modules, text_modules
 from ringtile.hf.patches import Patches
 from ringtile.hf.tiled_forward import TiledForward, gather_as_one, own_forward, with_recorded
-from ringtile.sequence.layout import Layout
+from ringtile.sequence.layout import named_layout
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.stream.attend import WHOLE, attends_no_later_chunk, running_chunk
 from ringtile.stream.layer import Rest, run_chunks, run_tokens
@@ -303,7 +303,7 @@ def draw_mask(**kwargs: Any) -> Tensor | None:
         rows = padding.size(0)
         mask = mask & mask_of_batch({"attention_mask": padding.long().cpu()}, rows, seq_len, causal=False)
     empty = attention.empty_mask(kwargs["batch_size"], kwargs["device"])
-    setattr(empty, attention.SEQUENCE, ShardedSequence.of(mask, Layout.contiguous(seq_len, 1)))
+    setattr(empty, attention.SEQUENCE, ShardedSequence.of(mask, named_layout("contiguous", seq_len, 1)))
     return empty
 
 
