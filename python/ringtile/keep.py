@@ -20,7 +20,7 @@ from torch import Tensor
 _PARTS = 10  # of a device's memory, of which "auto" keeps at most one
 
 
-class Room:
+class CheckpointBudget:
     """The bytes that may still be kept."""
 
     def __init__(self, num_bytes: float) -> None:
@@ -33,11 +33,11 @@ class Room:
         return fits
 
 
-def room_of(setting: Literal["auto"] | bool, memory_bytes: int) -> Room | None:
-    """Return the room for one step by the key keep_attention. memory_bytes: of a device, the least of the group's."""
+def checkpoint_budget(setting: Literal["auto"] | bool, memory_bytes: int) -> CheckpointBudget | None:
+    """Return the budget of one step by the key keep_attention. memory_bytes: of a device, the least of the group's."""
     if setting == "auto":
-        return Room(memory_bytes // _PARTS)
-    return Room(math.inf) if setting else None
+        return CheckpointBudget(memory_bytes // _PARTS)
+    return CheckpointBudget(math.inf) if setting else None
 
 
 class Slot:
@@ -66,11 +66,11 @@ class Slot:
 
 
 class Kept:
-    """The slots of one call of a checkpointed function. room: what they may take."""
+    """The slots of one call of a checkpointed function. budget: what they may take."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, budget: CheckpointBudget) -> None:
         self.caller: object = None  # the module that mixes tokens now
-        self._room = room
+        self._budget = budget
         self._slots: dict[Hashable, list[Slot | None]] = {}
         self._found: dict[Hashable, int] | None = None  # by key, in a later run; None: this is the first
 
@@ -90,7 +90,7 @@ class Kept:
             slots = self._slots.get(key, [])
             return slots[number] if number < len(slots) else None
         slots = self._slots.setdefault(key, [])
-        slots.append(Slot() if self._room.take(num_bytes) else None)
+        slots.append(Slot() if self._budget.take(num_bytes) else None)
         if len(slots) > 1:
             for each in slots:
                 if each is not None:

@@ -55,7 +55,7 @@ def gradients_of_model(
         own = copy.deepcopy(whole)
         enable(own)
         local, sharded = shard_batch(batch, Reading(), layout="zigzag", group=group, scheme=scheme)
-        sharded.room = keeping.Room(num_bytes) if num_bytes else None
+        sharded.budget = keeping.CheckpointBudget(num_bytes) if num_bytes else None
         keep_in_checkpoints(own)
         with active(sharded):
             loss = own(**local, num_items_in_batch=sharded.num_targets).loss
@@ -102,9 +102,9 @@ def test_auto_keeps_as_many_layers_as_have_room() -> None:
     for num_layers, num_bytes in ((0, of_layer - 1), (1, 2 * of_layer - 1), (layers, layers * of_layer)):
         for _, calls in gradients_of_model(whole, of_transformers, "ring", num_bytes):
             assert calls == 3 * layers - num_layers
-    assert keeping.room_of("auto", 1000).num_bytes == 100
-    assert keeping.room_of(True, 1000).num_bytes == math.inf
-    assert keeping.room_of(False, 1000) is None
+    assert keeping.checkpoint_budget("auto", 1000).num_bytes == 100
+    assert keeping.checkpoint_budget(True, 1000).num_bytes == math.inf
+    assert keeping.checkpoint_budget(False, 1000) is None
 
 
 # ---- functions that a checkpoint may meet -------------------------------------------------------
@@ -159,7 +159,9 @@ def run(
         calls = Calls(group)
         generator = torch.Generator().manual_seed(group.transport.rank)
         x = torch.randn(6, 8, dtype=torch.float64, generator=generator).requires_grad_()
-        batch: Any = SimpleNamespace(room=keeping.Room(math.inf) if keep else None, before_language_model=False)
+        batch: Any = SimpleNamespace(
+            budget=keeping.CheckpointBudget(math.inf) if keep else None, before_language_model=False
+        )
         keeper = _Keeping(CHECKPOINTS[kind])
         with active(batch):
             found = use(lambda y: keeper(getattr(calls, name), y), x)

@@ -81,7 +81,7 @@ class ShardedBatch:
     is_counted: bool = False  # whether a loss that does not shift was given the number of targets of all shards
     group: ContextParallelGroup | None = None
     dropout: tuple[int, int, int] | None = None  # in training: seed and step of attention's, and the first row's number
-    room: keep.Room | None = None  # for what its checkpointed layers keep; None: nothing
+    budget: keep.CheckpointBudget | None = None  # for what its checkpointed layers keep; None: nothing
     rows: SharedRows | None = None  # the rows that its only row holds as a tree; None: its rows are the batch's
     # Of a batch that is sharded where the language model begins (features/seam.py): who may attend whom but for
     # causality.
@@ -203,7 +203,7 @@ def check_not_recomputed(place: str) -> None:
 def keep_in_checkpoints(model: nn.Module) -> None:
     """Make each checkpointed layer run with the same active batch again when the backward recomputes it.
 
-    It then takes what its attention and recurrences gave at first, as far as the batch has room for it (keep.py).
+    It then takes what its attention and recurrences gave at first, within the budget of the batch (keep.py).
 
     Call it before each forward pass with a backward: training begins with new checkpoints.
     """
@@ -250,10 +250,10 @@ class _Kept(functools.partial[Any]):
 
 def as_now() -> Callable[[], AbstractContextManager[None]]:
     """Return what to enter around something that runs now, and again in the backward: it brings the batch that is
-    active now, and what attention and recurrences gave at first, as far as the batch has room for it."""
+    active now, and what attention and recurrences gave at first, within the budget of the batch."""
     batch, results = recurrent_batch(), cast("Callable[[], AbstractContextManager[None]]", contextlib.nullcontext)
-    if batch is not None and batch.room is not None and torch.is_grad_enabled():
-        results = keep.Kept(batch.room).running
+    if batch is not None and batch.budget is not None and torch.is_grad_enabled():
+        results = keep.Kept(batch.budget).running
 
     @contextlib.contextmanager
     def inside() -> Iterator[None]:

@@ -117,7 +117,7 @@ class ShardedLoss(abc.ABC):
             make_whole_for_hooks(model, self.group, self.patches)
         keep_in_checkpoints(model)
         # For what the checkpointed layers of this forward and backward keep.
-        self.sharding.room = keep.room_of(self.config.keep_attention, self.group.memory_bytes)
+        self.sharding.budget = keep.checkpoint_budget(self.config.keep_attention, self.group.memory_bytes)
 
     # ---- transformers' and accelerate's own context parallelism ---------------------------------
 

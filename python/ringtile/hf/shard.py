@@ -52,7 +52,7 @@ class Sharding:
         self._trainer, self._base, self._config, self._group = trainer, base, config, group
         self.num_batches = 0  # that were sharded
         self.written = Written(base)
-        self.room: keep.Room | None = None  # for what checkpointed layers keep; made before each forward
+        self.budget: keep.CheckpointBudget | None = None  # for what checkpointed layers keep; made before each forward
         text, causal, hybrid = base.config.get_text_config(), attends_causally(base), bool(mixers(text_modules(base)))
         # States are passed from stretch to stretch, of which a balanced layout makes many.
         self._layout = resolved(config.layout) if hybrid else config.layout
@@ -137,7 +137,7 @@ class Sharding:
             set_attention(self._base)
         self.num_batches += 1
         self.written.batches += [] if proves else [batch]
-        batch.group, batch.mean_share, batch.room = self._group, 1 / batch.sequence.world_size, self.room
+        batch.group, batch.mean_share, batch.budget = self._group, 1 / batch.sequence.world_size, self.budget
         assert batch.token_weights is not None
         shape = (batch.token_weights.size(0), batch.sequence.local_len)
         places = None if batch.rows is None else batch.rows.places

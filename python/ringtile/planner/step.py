@@ -111,7 +111,7 @@ class TrainingStep:
         self._stack = contextlib.ExitStack()
         self._batch: ShardedBatch | None = None
         self._calls: list[PlannedCall] = []
-        self._room: keep.Room | None = None
+        self._budget: keep.CheckpointBudget | None = None
         self._offload: Offload | None = None
         self._reference: PreTrainedModel | None = None
         self._images: PlannedImages | None = None
@@ -219,7 +219,7 @@ class TrainingStep:
 
     def _checkpointed(self, checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any, **of: Any) -> Any:
         """A layer, which keeps what that of a Trainer would."""
-        running = contextlib.nullcontext if self._room is None else keep.Kept(self._room).running
+        running = contextlib.nullcontext if self._budget is None else keep.Kept(self._budget).running
 
         def run(*args: Any, **of: Any) -> Any:
             with running():
@@ -316,9 +316,9 @@ class TrainingStep:
 
     def _step(self, seq_len: int, local_len: int) -> None:
         live, (inputs, loaded) = self._live, self._inputs(seq_len, local_len)
-        self._room = keep.room_of(self.setup.ringtile.keep_attention, self.setup.memory_bytes)
+        self._budget = keep.checkpoint_budget(self.setup.ringtile.keep_attention, self.setup.memory_bytes)
         if self._batch is not None and self.setup.ringtile.stream:
-            self._batch.room = self._room
+            self._batch.budget = self._budget
         self._engine.before_forward()
         loss = self._call(self._model, **inputs, use_cache=False)["loss"]  # frees other outputs, as the Trainer does
         self._engine.before_backward()
