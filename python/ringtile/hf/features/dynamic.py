@@ -44,7 +44,7 @@ class JoinedRows(SharedRows):
         return self._mask
 
     @property
-    def num_rows(self) -> Tensor:  # type: ignore[override]
+    def num_rows(self) -> Tensor:
         """(1, T): of a token of a row its attention mask, as code that counts tokens reads it."""
         return self._weights
 
