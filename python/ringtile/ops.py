@@ -182,12 +182,11 @@ def _call(kernel: str, op: str, name: str, x: Tensor | Sequence[Tensor], *given:
     kernel.
     """
     first, *others = x if isinstance(x, (list, tuple)) and x else (x,)
-    # Most calls are like one whose kernel was found right, and need no more than the op.
-    is_right = not is_compiling() and isinstance(first, Tensor)
-    is_right = is_right and self_test.failures.get((kernel, first.device, first.dtype)) == ""
-    for each in others:
-        is_right = is_right and isinstance(each, Tensor) and each.dtype is first.dtype
-    in_torch = not is_right and _stands_in(kernel, name, first, others)
+    in_torch, asks_all = False, is_compiling()
+    for each in (first, *others):  # most are like some whose kernel was found right
+        if asks_all or not isinstance(each, Tensor) or self_test.failures.get((kernel, first.device, each.dtype)) != "":
+            arguments.check_device(name, each)
+            in_torch = _in_torch(kernel, first.device, each.dtype) or in_torch
     try:
         return getattr(torch_ops if in_torch else _ops, op)(x, *given)
     except NotImplementedError:
@@ -197,17 +196,6 @@ def _call(kernel: str, op: str, name: str, x: Tensor | Sequence[Tensor], *given:
             for each in _tensors(other):
                 arguments.check_storage(f"argument {index}", each)
         raise
-
-
-def _stands_in(kernel: str, name: str, first: Tensor, others: Sequence[Tensor]) -> bool:
-    """Return whether torch operations compute for one of these. InputError: one is on an unknown device."""
-    arguments.check_device(name, first)
-    in_torch = _in_torch(kernel, first.device, first.dtype)
-    for each in others:
-        arguments.check_device(name, each)
-        if each.dtype != first.dtype:  # most have the same
-            in_torch = _in_torch(kernel, first.device, each.dtype) or in_torch
-    return in_torch
 
 
 def _tensors(x: Any) -> Sequence[Tensor]:

@@ -204,7 +204,8 @@ def _slot(call: Call) -> keep.Slot | None:
     about = shape, call.options.attention_kernel, call.options.returns_lse, draws
     key = "ring_attention", *call.fields.values(), call.group_name, about
     per_token = shape.batch * shape.num_heads * (shape.v_head_dim * shape.dtype.itemsize + 8)
-    return keep.slot(key, per_token * call.max_local_len)
+    max_local_len = -(-call.plan.mask.seq_len // call.transport.world_size)  # of any rank
+    return keep.slot(key, per_token * max_local_len)
 
 
 class RingAttention(torch.autograd.Function):

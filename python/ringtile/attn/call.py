@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
-from ringtile.scheme import Share
+from ringtile.scheme import Share, shares_of
 from ringtile.sequence.plan import RankPlan, Shape
 from ringtile.sequence.rounds import Round
 from ringtile.sequence.sharded import ShardedSequence, living
@@ -122,7 +122,6 @@ class Call:
     device: torch.device
     shares: tuple[Share, ...]  # of the heads, by rank of those that share them
     local_len: int
-    max_local_len: int  # of any rank
     group_name: str
     fields: dict[str, HeaderValue]  # that ranks agree on
     group: Callable[[], Transport | None]  # weak
@@ -174,8 +173,8 @@ class Call:
             with _disable_current_modes():  # of fake tensors: masks are real
                 resolved = sequence.resolved(shape)
                 plan, (layout_digest, mask_digest) = resolved.plan, sequence.digests
-            shares = () if plan.heads is None else resolved.shares(shape.num_heads, shape.num_kv_heads)
-            longest = -(-sequence.seq_len // sequence.world_size)
+            sharing = 0 if plan.heads is None else len(plan.heads.ranks)
+            shares = shares_of(sharing, shape.num_heads, shape.num_kv_heads) if sharing else ()
             fields: dict[str, HeaderValue] = {
                 "batch": shape.batch,
                 "seq_len": sequence.seq_len,
@@ -190,7 +189,7 @@ class Call:
                 "layout digest": layout_digest,
                 "mask digest": mask_digest,
             }
-            about = shape, plain, plan, device, shares, sequence.local_len, longest, sequence.group_name
+            about = shape, plain, plan, device, shares, sequence.local_len, sequence.group_name
             call = cls(*about, fields, sequence.weak_transport, of_last)
             sequence.remember_call(kind, call)
         if sinks is None and drop is None:

@@ -47,8 +47,7 @@ class SequenceTensors(NamedTuple):
 
     @classmethod
     def of_one_rank(cls, seq_len: int, mask: IntervalMask | None, is_causal: bool) -> SequenceTensors:
-        """Return the call of one rank for the mask; None: for num_tokens tokens, which may be a symbol of
-        torch.compile's."""
+        """Return one rank under the mask; None: seq_len tokens, which may be a symbol of torch.compile's."""
         end = torch.arange(1, seq_len + 1, dtype=torch.int32, device="cpu")[None]
         bounds = (0 * end, end if is_causal else 0 * end + seq_len) if mask is None else mask.bounds
         runs = torch.tensor([[[0, 0, 1, 0, 0]], [[0, 0, 0, 0, 1]]], dtype=torch.int64, device="cpu")
@@ -103,31 +102,22 @@ def sequence_of_tensors(
     Look a living one up by tensor identity, then by value; make one otherwise. Raise InputError or LayoutError.
     """
     given, transport = (begin, end, layout), transport_of(group_name)
-    living = [
-        sequence
+    living = {
+        sequence: (sequence.begin, sequence.end, sequence.layout_tensor)
         for reference in reversed(living_sequences.valuerefs())
         if (sequence := reference()) is not None
         and sequence.weak_transport() is transport
         and sequence.scheme == scheme
-    ]
-    for sequence in living:
-        if all(map(operator.is_, _tensors(sequence), given)):
+    }
+    for sequence, own in living.items():
+        if all(map(operator.is_, own, given)):
             return sequence
     for name, x in zip(("begin", "end", "layout"), given, strict=True):
         arguments.check_on_cpu(name, x)
-    for sequence in living:
-        if sequence.is_unchanged() and all(map(_equal, _tensors(sequence), given)):
+    for sequence, own in living.items():
+        if sequence.is_unchanged() and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(own, given)):  # noqa: B905
             return sequence
-    mask = IntervalMask.of_bounds(begin, end)
-    return ShardedSequence.of(mask, Layout.from_tensor(layout), group_name, scheme=scheme)
-
-
-def _tensors(sequence: ShardedSequence) -> tuple[Tensor, Tensor, Tensor]:
-    return sequence.begin, sequence.end, sequence.layout_tensor
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
+    return ShardedSequence.of(IntervalMask.of_bounds(begin, end), Layout.from_tensor(layout), group_name, scheme=scheme)
 
 
 # ---- the op -------------------------------------------------------------------------------------

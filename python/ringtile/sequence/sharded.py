@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ringtile.checksum import checksum
 from ringtile.errors import InputError, PeerLostError, RefusedError, RingMismatchError, RingtileError
-from ringtile.scheme import Scheme, Share, shares_of, usp_of_hosts
+from ringtile.scheme import Scheme, usp_of_hosts
 from ringtile.sequence.heads import HeadGroup, join
 from ringtile.sequence.layout import Layout, check_types
 from ringtile.sequence.mask import IntervalMask
@@ -232,10 +232,6 @@ class ShardedSequence:
             heads = HeadGroup(range(group * size, (group + 1) * size), self.rank, rows)
         ranks = range(place, self.world_size, size)
         return RankPlan.of(self.mask, layout, group, at_once=self._scheme.at_once, ranks=ranks, heads=heads)
-
-    def shares(self, num_heads: int, num_kv_heads: int) -> tuple[Share, ...]:
-        """Return the heads that each of the ranks of this rank's group works on."""
-        return shares_of(self._scheme.ranks_per_group(self.world_size), num_heads, num_kv_heads)
 
     @functools.cached_property
     def digests(self) -> tuple[int, int]:
