@@ -153,7 +153,7 @@ def test_every_survivor_hears_of_a_loss_within_a_second(lost: set[int]) -> None:
 
 def test_every_rank_hears_the_reason_of_one_that_fails() -> None:
     world = World()
-    world.detectors[700].fail("ValueError: a bad row", 700)
+    world.detectors[700].announce("ValueError: a bad row", 700)
     world.kill({700})
     world.run()
     for rank in set(range(W)) - {700}:
@@ -194,7 +194,7 @@ def test_over_sockets_too(world_size: int) -> None:
     began = time.monotonic()
     detectors[victim].close()
     for detector in detectors[:victim]:
-        detector.fail("a collective failed")
+        detector.announce("a collective failed")
         found = detector.find(None, "", 60.0)
         assert found is not None
         assert found.rank == victim
@@ -210,10 +210,10 @@ def test_a_rank_that_does_not_fail_with_the_others_is_silent() -> None:
     others = [detector for detector in detectors if detector.rank != 2]
 
     def find(detector: FailureDetector) -> Loss | None:
-        detector.fail("a collective failed")
+        detector.announce("a collective failed")
         lost = detector.find(None, "a collective failed: Timed out", 0.5)
         if lost is not None:
-            detector.fail(lost.reason, lost.rank)
+            detector.announce(lost.reason, lost.rank)
         return lost
 
     with concurrent.futures.ThreadPoolExecutor(20) as threads:
@@ -227,7 +227,7 @@ def test_a_rank_that_does_not_fail_with_the_others_is_silent() -> None:
 def test_nobody_is_lost_where_all_fail_together() -> None:
     detectors, _ = connected(3)
     for detector in detectors:
-        detector.fail("another error")
+        detector.announce("another error")
     began = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
         assert list(threads.map(lambda detector: detector.find(None, "", 60.0), detectors)) == [None] * 3

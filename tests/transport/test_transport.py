@@ -312,7 +312,7 @@ def one_rank_is_lost(world_size: int, victim: int, late: set[int], how: str) -> 
             if how == "here":
                 transport._send_header(Terms("test", "cpu", {"rounds": 2}).header(1))
             elif how == "fails":
-                transport.give_up(ValueError("the cause"))
+                transport.break_group(ValueError("the cause"))
         else:
             # Most of the others wait for ranks that only wait themselves, and that have come later.
             time.sleep(2.0 if transport.rank in late else 0.15 * (transport.rank % 3) * (how in ("agreed", "fails")))

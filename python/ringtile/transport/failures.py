@@ -145,7 +145,7 @@ class FailureDetector:
 
     # ---- what this rank does --------------------------------------------------------------------
 
-    def fail(self, reason: str, lost: int = _NOBODY) -> None:
+    def announce(self, reason: str, lost: int = _NOBODY) -> None:
         """Tell all ranks that this one fails, and which rank is lost, if it knows: itself, perhaps."""
         notice = Notice(self.rank, True, lost, reason)
         with self._changed:
@@ -154,7 +154,7 @@ class FailureDetector:
         self._send(notice)
 
     def find(self, suspect: Loss | None, cause: str, seconds: float) -> Loss | None:
-        """Return who was lost, after `fail`: by the first notice, else a neighbor that after so long has not failed.
+        """Return who was lost, after `announce`: by the first notice, else a neighbor that has not failed by then.
 
         suspect: who is lost if nothing is heard. cause: what failed here. None: all ranks seem to be there.
         """

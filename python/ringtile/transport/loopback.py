@@ -119,7 +119,7 @@ class LoopbackTransport(Transport):
     def leave(self) -> None:
         """End this rank's part, whether it has made a call or not."""
         self._headers = self._headers or self._connect()
-        self.hang_up()
+        self.close()
 
 
 class LoopbackGroup:

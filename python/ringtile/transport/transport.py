@@ -179,7 +179,7 @@ class Transport(abc.ABC):
                 self._failure = error if error.breaks_group else None
                 raise
             except BaseException as error:
-                self.give_up(error)
+                self.break_group(error)
                 raise
             finally:
                 self._behind = False
@@ -239,21 +239,21 @@ class Transport(abc.ABC):
             raise self._lost((gone.peer,), gone.reason, "the header") from gone
         self.wait_seconds += time.perf_counter() - began
 
-    def give_up(self, error: BaseException) -> None:
-        """Tell the others why, and end this rank's messages: none of them waits for it any longer."""
+    def break_group(self, error: BaseException) -> None:
+        """Mark the group broken, announce the reason, and close this rank's connections: no peer waits for it."""
         if self._failure is None:
             self._failure = error
-            self._tell(Loss(self.rank, with_kind(error)))
-        self.hang_up()
+            self._announce(Loss(self.rank, with_kind(error)))
+        self.close()
 
-    def _tell(self, loss: Loss) -> None:
-        """Tell the others who is lost: this rank, or one that it waits for."""
-        self.detector.fail(loss.reason, loss.rank)
+    def _announce(self, loss: Loss) -> None:
+        """Announce who is lost: this rank, or one that it waits for."""
+        self.detector.announce(loss.reason, loss.rank)
         if self._headers is not None:
             self._headers.announce(loss.reason, loss.rank)
 
-    def hang_up(self) -> None:
-        """End this rank's messages for good: a peer that waits for one gets PeerLostError."""
+    def close(self) -> None:
+        """Close this rank's connections: a peer that waits for a message gets PeerLostError."""
         self.detector.close()
         if self._headers is not None:
             self._headers.close()
@@ -338,11 +338,11 @@ class Transport(abc.ABC):
         """Return the error for one of these ranks that is gone, which blames the rank that was lost first."""
         found = Loss(suspects[0], reason) if len(suspects) == 1 else None
         if self._failure is None:
-            self.detector.fail(reason)  # at once: the others may be asking the same, or waiting for headers
+            self.detector.announce(reason)  # at once: the others may be asking the same, or waiting for headers
             if found is not None and self._headers is not None:
                 self._headers.announce(found.reason, found.rank)
             if (found := self.detector.find(found, reason, _SEARCH_SECONDS)) is not None:
-                self._tell(found)
+                self._announce(found)
         named = found or Loss(suspects[0], reason)
         who = f"rank {' or '.join(str(self._world_ranks[rank]) for rank in ([named.rank] if found else suspects))}"
         error = PeerLostError(
