@@ -13,9 +13,10 @@ from hf_engines import full_weights
 from hf_models import tiny_model
 from hf_training import Messages, make_trainer
 from pool import run_ranks
-from ringtile.first_batch.trace import runs_whole
+from ringtile.first_batch.trace import Trace, runs_whole
 from ringtile.hf import first_batch
 from ringtile.hf.trainer import first_batch_of
+from simulated_gpu import CUDA, SimulatedGpu
 from torch import nn
 
 from tools.pool import Pool
@@ -100,3 +101,15 @@ def test_a_failure_of_one_rank_ends_the_training_where_weights_are_gathered(engi
     )
     assert said["3"].startswith(f"RefusedError: {cause}"), said
     assert all(said[rank].startswith(f"PeerLostError: rank 3 was lost: {cause}") for rank in "012"), said
+
+
+def test_where_nothing_was_recorded_ranks_compare_on_the_device_of_the_model():
+    """A group over NCCL alone carries no tensors of a CPU."""
+    model = nn.Linear(2, 2)
+    offloaded = Trace({model: ""})
+    with SimulatedGpu() as gpu:
+        offloaded.loss = model.weight.detach().sum().to(CUDA)
+        assert offloaded.device == CUDA
+        gpu.move(model)
+        assert Trace({model: ""}).device == CUDA
+    assert Trace({}).device == torch.device("cpu")

@@ -11,6 +11,7 @@ Shape letters: B batch, N tokens inside the model (of a shard, or all), F featur
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -210,9 +211,11 @@ class Trace(TorchFunctionMode):
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors that were recorded lie."""
-        found = (value.device for call in self.calls for value in call.values.values())
-        return next(found, torch.device("cpu"))
+        """Where the tensors lie that were recorded; without any, the loss, else the weights."""
+        found = (value for call in self.calls for value in call.values.values())
+        weights = (weight for module in self._paths for weight in module.parameters(recurse=False))
+        tensors = itertools.chain(found, (self.loss,) if self.loss is not None else (), weights)
+        return next((x.device for x in tensors), torch.device("cpu"))
 
     # ---- hooks ----------------------------------------------------------------------------------
 
