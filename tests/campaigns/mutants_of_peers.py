@@ -208,7 +208,8 @@ MUTANTS = [
         "peers: shards are contiguous, and read as zigzag",
         "python/ringtile/hf/shard.py",
         "        local[name] = sequence.shard(tensor, dim=dim)\n",
-        "        local[name] = Layout.contiguous(sequence.seq_len, world_size).shard(tensor, dim, sequence.rank)\n",
+        "        contiguous = Layout.contiguous(sequence.seq_len, sequence.world_size)\n"
+        "        local[name] = contiguous.shard(tensor, dim, sequence.rank)\n",
         "tests/hf/test_hf_inputs.py",
         source="THUDM/slime#1871",
         case="token mean",

@@ -18,12 +18,13 @@ import torch
 from hf_models import hybrid, tiny_model
 from hf_training import make_trainer
 from pool import run_ranks
-from ringtile.hf import attention, loss
+from ringtile.hf import attention, loss, shard
 from ringtile.hf.first_batch import FirstBatch
 from ringtile.recurrent import choose, fla
+from ringtile.sequence.plan import RankPlan
 from simulated_gpu import CUDA, SimulatedGpu
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 CONFIG = {"context_parallel_size": 2, "tiled_mlp": True, "tiled_loss": True}
 MODELS = ["llama", "qwen3-moe", pytest.param("qwen3_next", marks=pytest.mark.long)]
@@ -68,9 +69,9 @@ def _delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **options: 
 
 
 @contextlib.contextmanager
-def enabled(family: str, dtype: torch.dtype, gpu: SimulatedGpu | None) -> Iterator[Trainer]:
+def enabled(family: str, dtype: torch.dtype, gpu: SimulatedGpu | None, **arguments: Any) -> Iterator[Trainer]:
     make = hybrid if family == "qwen3_next" else functools.partial(tiny_model, max_position_embeddings=LONG)
-    trainer = make_trainer(model=make(family).to(dtype).train())
+    trainer = make_trainer(model=make(family).to(dtype).train(), **arguments)
     device = torch.device("cpu") if gpu is None else CUDA
     with (
         mock.patch.object(TrainingArguments, "device", property(lambda self: device)),
@@ -151,6 +152,65 @@ def test_the_documentation_has_these_numbers(family: str) -> None:
     kernels = sum(count for name, count in step.launches.items() if name.startswith("ringtile."))
     counted = [len(step.to_host), len(step.to_device), kernels, step.collectives["send"]]
     assert counted == [int(cell) for cell in found[family].split("|")]
+
+
+# ---- the next batch -----------------------------------------------------------------------------
+
+
+def train_packed(looks: bool, changes: bool, scheme: str = "ring") -> tuple[list[float], Counter[str]]:
+    """The losses of six micro-batches of packed rows, two a step, from a data loader; what was made, and when.
+
+    looks: whether the next batch is read while the simulated GPU computes; changes: documents of half of the batches,
+    behind the data loader.
+    """
+    made: Counter[str] = Counter()
+    now, losses = ["when it came"], []
+
+    def counted(original: Any, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            made[f"{name} {now[-1]}"] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    def look_ahead(self: shard.Sharding, inputs: Any) -> None:
+        now.append("ahead")
+        if looks:
+            looked(self, inputs)
+        now.pop()
+
+    looked = shard.Sharding.look_ahead
+    with (
+        mock.patch.object(shard.Sharding, "look_ahead", look_ahead),
+        mock.patch.object(shard, "mask_of_batch", counted(shard.mask_of_batch, "mask")),
+        mock.patch.object(RankPlan, "of", counted(RankPlan.of, "plan")),
+        mock.patch.dict(CONFIG, context_parallel_scheme=scheme),
+        SimulatedGpu() as gpu,
+        enabled("llama", torch.float32, gpu, collator=DataCollatorWithFlattening()) as trainer,
+    ):
+        loaded = iter(trainer.get_train_dataloader())
+        for _ in range(3):
+            batches, num_items = trainer.get_batch_samples(loaded, 2, trainer.args.device)
+            for i, batch in enumerate(batches):
+                if changes and i == 0:
+                    batch["position_ids"] = torch.arange(batch["input_ids"].size(1))[None]
+                losses.append(float(trainer.training_step(trainer.model, batch, num_items).cpu()))
+    return losses, made
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_the_next_batch_is_read_while_this_one_is_computed(changes: bool) -> None:
+    """The mask and the plan of each batch but the first; one that was changed since is read again."""
+    for losses, made in run_ranks(2, train_packed, True, changes):
+        assert made["mask ahead"] == made["plan ahead"] == 6  # of the batch that never comes, too
+        assert made["mask when it came"] == made["plan when it came"] == (3 if changes else 1)
+        assert losses == run_ranks(2, train_packed, False, changes)[0][0]
+
+
+@pytest.mark.long
+def test_the_next_batch_is_read_under_a_scheme_that_depends_on_it() -> None:
+    for _, made in run_ranks(2, train_packed, True, False, "auto"):
+        assert (made["plan ahead"], made["plan when it came"]) == (6, 1)
 
 
 # ---- what is computed from the copies ------------------------------------------------------------

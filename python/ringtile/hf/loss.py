@@ -143,6 +143,9 @@ class ShardedLoss(abc.ABC):
         self.sharding.written.end_step()
         if not model.training:
             return
+        if len(loaded := self.groups.loaded) > 1:  # this batch and the next
+            loaded.popleft()
+            self.sharding.look_ahead(loaded[0])
         if not self.shards_steps and (self.sharding.num_batches == before or (watched and not calls)):
             raise RefusedError(
                 f"the loss of {type(self.trainer).__name__} in the first training step did not call the model that "

@@ -6,6 +6,7 @@ up what all of them hold. The ranks of a group hold the same rows, so each row m
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -108,6 +109,8 @@ class Groups:
         self._evaluated_rows = -1  # of the last batch of an evaluation
         self._evaluated = 0  # batches of it
         self._evaluates = False  # inside prediction_step
+        # As a data loader gave them, on the host: those of a step, and the next, which accelerate asks for before.
+        self.loaded = collections.deque[Any](maxlen=trainer.args.gradient_accumulation_steps + 1)
 
     def install(self) -> None:
         trainer, accelerator = self.trainer, self.trainer.accelerator
@@ -239,7 +242,16 @@ class Groups:
             stack.callback((for_call := Patches()).restore)
             for_call.set(accelerator.dataloader_config, "dispatch_batches", False)  # each rank would get another batch
             for_call.set(accelerator, "_prepare_device_mesh", lambda: None)  # by a mesh, it would count groups itself
-            return original(data_loader, *args, **kwargs)
+            prepared = original(data_loader, *args, **kwargs)
+        base = getattr(prepared, "base_dataloader", None)
+        if base is not None and self.group.device.type == "cuda":  # a patch would keep each evaluation's loader alive
+            base.__iter__ = functools.partial(self._noted, base.__iter__)
+        return prepared
+
+    def _noted(self, batches: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        for batch in batches():
+            self.loaded.append(batch)
+            yield batch
 
     def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keeps one copy of each row: the ranks of a group evaluate the same rows."""

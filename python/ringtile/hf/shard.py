@@ -9,9 +9,10 @@ Shape letters: B batch, S global tokens, P padded global tokens, N local tokens,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,12 +36,28 @@ from ringtile.hf.reading import BatchReader, Reading, positions_separate
 from ringtile.hf.trainers import needs_full_sequences, shares_rows
 from ringtile.hf.written import Written
 from ringtile.sequence.layout import PADDED_LIKE, Layout, resolved
+from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.rounds import to_device
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.tiles import tile_limit
 from ringtile.transport.groups import Group, transport_of
 
 _GLOBAL = {"labels"} | DOCUMENTS - PADDING.keys()  # read from the global batch, then dropped
+
+
+class _Ahead(NamedTuple):
+    """The sequence of a batch that has not come yet, and all that it was made of."""
+
+    documents: dict[str, Tensor]  # by key, on the host
+    made_for: tuple[int, int, int | None]  # rows, their tokens, and those of a chunk
+    sequence: ShardedSequence
+
+    def is_of(self, on_host: Mapping[str, Any], made_for: tuple[int, int, int | None]) -> bool:
+        given = _documents(on_host)
+        if self.made_for != made_for or self.documents.keys() != given.keys():
+            return False
+        pairs = [(x, given[name]) for name, x in self.documents.items()]
+        return all(x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
 
 class Sharding:
@@ -51,6 +68,8 @@ class Sharding:
     ) -> None:
         self._trainer, self._base, self._config, self._group = trainer, base, config, group
         self.num_batches = 0  # that were sharded
+        self._last: ShardedSequence | None = None  # of the last of them
+        self._ahead: _Ahead | None = None  # of the next
         self.written = Written(base)
         self.budget: keep.CheckpointBudget | None = None  # for what checkpointed layers keep; made before each forward
         text, causal, hybrid = base.config.get_text_config(), attends_causally(base), bool(mixers(text_modules(base)))
@@ -82,6 +101,29 @@ class Sharding:
     def takes(self, keys: set[str]) -> None:
         """The model takes these keys besides text."""
         self.reading = self.reading._replace(besides=self.reading.besides | keys)
+
+    def look_ahead(self, inputs: Any) -> None:
+        """Make the sequence of the next batch, with its plan, on the host while a GPU computes this one.
+
+        inputs: as the data loader gave them. A batch of other documents, such as one that the Trainer makes of it, is
+        read when it comes, and what is refused here is refused then.
+        """
+        main = main_input((), inputs) if isinstance(inputs, Mapping) and key_of_tree(inputs) is None else None
+        if main is None or main.dim() < 2 or self._last is None:
+            return
+        documents = {name: x.clone() for name, x in _documents(inputs).items()}
+        made_for = main.size(0), main.size(1), self._chunk_tokens()
+        if any(x.device.type != "cpu" for x in documents.values()):
+            return
+        with contextlib.suppress(Exception):
+            mask = mask_of_batch(documents, *made_for[:2], self.reading.positions_separate, self.reading.causal)
+            group, scheme = self._group.process_group, self._config.context_parallel_scheme
+            sequence = _sequence_of(mask, self._layout, group, scheme, made_for[2])
+            for layer in self.reading.layers:
+                if layer.chunk is None:
+                    last, new = (each.with_window(layer.window, layer.causal) for each in (self._last, sequence))
+                    new.prepare(last)
+            self._ahead = _Ahead(documents, made_for, sequence)
 
     def shard(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], ShardedBatch | None]:
         """This rank's part of a batch, for the model. A collective.
@@ -123,6 +165,7 @@ class Sharding:
             on_host=on_host if rows is None else None,
             positions=positions,
             rows=rows,
+            ahead=None if whole or rows is not None else self._ahead,
         )
         self._reader.check_largest(batch.max_position)
         attention_mask = inputs.get("attention_mask")
@@ -136,6 +179,7 @@ class Sharding:
         if whole:  # in the user's attention, which the proof has set
             set_attention(self._base)
         self.num_batches += 1
+        self._last = batch.sequence
         self.written.batches += [] if proves else [batch]
         batch.group, batch.mean_share, batch.budget = self._group, 1 / batch.sequence.world_size, self.budget
         assert batch.token_weights is not None
@@ -187,6 +231,7 @@ def shard_batch(
     on_host: Mapping[str, Any] | None = None,
     positions: Tensor | None = None,
     rows: SharedRows | None = None,
+    ahead: _Ahead | None = None,
 ) -> tuple[dict[str, Any], ShardedBatch]:
     """This rank's part of a global batch, and its ShardedBatch.
 
@@ -197,8 +242,9 @@ def shard_batch(
     sharded inside the model (features/seam.py). What `reading` calls per token is sharded too, what it calls per row is
     left whole. chunk_tokens: every shard is of whole chunks of so many.
     on_host: what `masks.read` returned for this batch, if it was called. positions (B, S): the model would make these
-    instead of 0, 1, .... rows: of which this batch, of one row, is the tree. Raises RefusedError for a batch whose
-    result would differ from one process, MaskNotExpressibleError, InputError.
+    instead of 0, 1, .... rows: of which this batch, of one row, is the tree. ahead: whose sequence may be that of this
+    batch. Raises RefusedError for a batch whose result would differ from one process, MaskNotExpressibleError,
+    InputError.
     """
     main = main_input((), inputs)
     if main is None or main.dim() < 2:
@@ -222,16 +268,14 @@ def shard_batch(
     _refuse(inputs, ({*PADDING, *_GLOBAL} - unknown) | reading.besides | reading.per_token | reading.per_row)
     per_token = _per_token(inputs, main, reading, positions)
     on_host = on_host or read(inputs)[0]
-    made = (
-        mask_of_batch(on_host, batch_size, seq_len, reading.positions_separate, causal) if rows is None else rows.mask
-    )
+    if ahead is not None and ahead.is_of(on_host, (batch_size, seq_len, chunk_tokens)):
+        sequence = ahead.sequence
+    else:
+        separate = reading.positions_separate
+        mask = mask_of_batch(on_host, batch_size, seq_len, separate, causal) if rows is None else rows.mask
+        sequence = _sequence_of(mask, layout, group, scheme, chunk_tokens)
+    padding = sequence.seq_len - seq_len
     documents = mask_of_batch(on_host, batch_size, seq_len, reading.positions_separate, causal=False) if given else None
-    world_size = transport_of(group).world_size
-    layout = resolved(layout, made)
-    fewest = Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
-    padding = max(0, fewest - seq_len) if chunk_tokens is None else -seq_len % (fewest * chunk_tokens)
-    mask = made.padded(padding, attends=True)
-    sequence = ShardedSequence.of(mask, Layout.of_mask(layout, mask, world_size), group, scheme=scheme)
     columns = None
     if rows is not None and rows.columns is not None:
         columns = sequence.shard(to_device(functional.pad(rows.columns, (0, padding)), main.device), dim=1)[0]
@@ -280,6 +324,24 @@ def shard_batch(
         local |= {name: inputs[name] for name in {*PADDING, *given, *reading.per_token} - of_rank if name in inputs}
     local["use_cache"] = False
     return local, batch
+
+
+def _documents(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: x for name in sorted(DOCUMENTS) if isinstance(x := inputs.get(name), Tensor)}
+
+
+def _sequence_of(
+    mask: IntervalMask, layout: str, group: Group | None, scheme: str, chunk_tokens: int | None
+) -> ShardedSequence:
+    """The sequence of a mask (B or 1, S), with padding where the layout needs it, or chunks do."""
+    world_size = transport_of(group).world_size
+    layout = resolved(layout, mask)
+    fewest = Layout.multiple(PADDED_LIKE.get(layout, layout), world_size)
+    seq_len = mask.seq_len
+    mask = mask.padded(
+        max(0, fewest - seq_len) if chunk_tokens is None else -seq_len % (fewest * chunk_tokens), attends=True
+    )
+    return ShardedSequence.of(mask, Layout.of_mask(layout, mask, world_size), group, scheme=scheme)
 
 
 def _last_tokens(attention_mask: Tensor | None, batch_size: int, seq_len: int) -> Tensor:

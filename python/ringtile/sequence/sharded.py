@@ -220,6 +220,11 @@ class ShardedSequence:
             del self._derived[next(iter(self._derived))]
         return found
 
+    def prepare(self, like: ShardedSequence) -> None:
+        """Make the plans of the calls that another sequence of the group has had; that of `usp` waits for a call."""
+        for each in (self,) if self._scheme.is_resolved else map(self.resolved, like._schemes):
+            _ = each.plan
+
     # ---- what follows from it -------------------------------------------------------------------
 
     @functools.cached_property
