@@ -1,10 +1,9 @@
 """What a checkpointed layer keeps of its first run, so that no rank communicates when the backward runs it again.
 
-A checkpoint runs a function in the forward, and once more in the backward. What the first run fills a slot with, the
-second one takes, once. A slot is found by its key: the module that calls, and all that a call depends on but the
-numbers in its tensors, which are the same since the function is. Where that does not tell calls apart, because one run
-makes two with the same key, or where a result was written to, the call runs again. All ranks find the same slots: none
-depends on what they do not share.
+A checkpoint runs a function in the forward, and once more in the backward. The first run fills a slot, the second takes
+it, once. A slot's key is (module, metadata of the call). Tensor values need no key: the recomputation sees the same
+ones. A call runs again if one run makes two with the same key, or if a kept result was written to. All ranks
+find the same slots: a key has only what they share.
 """
 
 from __future__ import annotations

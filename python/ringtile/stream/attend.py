@@ -400,8 +400,8 @@ class _Chunks:
 
 @dataclass(eq=False)
 class PassChunk(Chunk):
-    """Takes what the first calls that mix tokens gave, and ends at the next, whose inputs it leaves in `found`; without
-    that in `made`, with their graph. taken: (B, t, ...), of the chunk."""
+    """Replays the layer with the results of its first n token-mixing calls and stops at call n + 1, whose inputs it
+    stores: in `found` without a graph, in `made` with one. taken: the n results, (B, t, ...), of the chunk."""
 
     taken: list[Tensor]
     found: list[Whole] | None = None  # empty in the first chunk

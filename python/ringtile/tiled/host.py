@@ -239,8 +239,8 @@ class Writer:
 
 
 class _Spans:
-    """Which tokens of (T,) belong to each tile of some rows, int64 (R,), ascending: those up to the next tile's first
-    row. In parts of at most step tokens, as a tile has rows."""
+    """Map tiles of selected rows, int64 (R,), ascending, to spans of tokens 0..T-1: each ends at the next tile's first
+    row, in parts of at most step tokens, as a tile has rows."""
 
     def __init__(self, num_tokens: int, rows: Tensor, step: int) -> None:
         starts = range(0, max(rows.numel(), 1), step)
