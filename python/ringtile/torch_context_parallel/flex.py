@@ -198,7 +198,7 @@ def flex_attention(
         check_layout(origin.group_name, origin.layout)
     if origin.sequence is not None and score_mod is None:
         return flex_in_ring(scope, call)
-    return flex_on_gathered(scope, origin, call)
+    return _flex_on_gathered(scope, origin, call)
 
 
 def flex_in_ring(scope: AttentionScope, call: FlexCall) -> Any:
@@ -214,13 +214,21 @@ def flex_in_ring(scope: AttentionScope, call: FlexCall) -> Any:
     return (out, lse) if call.return_lse else out
 
 
-def flex_on_gathered(scope: AttentionScope, origin: Origin, call: FlexCall) -> Any:
-    """`flex_attention` of this rank's queries and the keys of all ranks; block_mask is of those, or None."""
+def _flex_on_gathered(scope: AttentionScope, origin: Origin, call: FlexCall) -> Any:
+    """`flex_attention` of this rank's queries and the keys of all ranks, in global order; block_mask is of those, or
+    None. Keys and values are gathered, their gradients reduce-scattered in float32 (`Layout.unshard`)."""
     check_call(scope, call)
     scope.check_scale(call.scale)
-    key, value = gathered(origin, call.key, call.value)
-    call = call._replace(key=key, value=value, score_mod=of_local_queries(origin, call.score_mod, key.device))
-    return call.invoke(flex.flex_attention)
+    key, value = (origin.layout.unshard(x, 2, origin.group_name) for x in (call.key, call.value))
+    score_mod = call.score_mod
+    if score_mod is None:
+        return call._replace(key=key, value=value).invoke(flex.flex_attention)
+    positions = origin.layout.positions(transport_of(origin.group_name).rank).to(key.device)
+
+    def of_local_query(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score_mod(score, b, h, positions[q_idx], kv_idx)
+
+    return call._replace(key=key, value=value, score_mod=of_local_query).invoke(flex.flex_attention)
 
 
 _OP = "flex_attention"
@@ -242,26 +250,6 @@ def check_call(scope: AttentionScope, call: FlexCall) -> None:
         error = InputError(f"query has {call.query.size(1)} heads, key {call.key.size(1)}; pass enable_gqa=True")
     if error is not None:
         raise scope.told(error, _OP)
-
-
-def gathered(origin: Origin, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Key and value (B, G, S, ...) of all ranks in global order.
-
-    Forward all-gather; backward reduce-scatter, added in float32 (`Layout.unshard`).
-    """
-    return origin.layout.unshard(key, 2, origin.group_name), origin.layout.unshard(value, 2, origin.group_name)
-
-
-def of_local_queries(origin: Origin, score_mod: ScoreMod | None, device: torch.device) -> ScoreMod | None:
-    """A score_mod of global positions, for this rank's queries and the keys of all ranks."""
-    if score_mod is None:
-        return None
-    positions = origin.layout.positions(transport_of(origin.group_name).rank).to(device)
-
-    def of_local_query(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score_mod(score, b, h, positions[q_idx], kv_idx)
-
-    return of_local_query
 
 
 # ---- inside a RingMode --------------------------------------------------------------------------
