@@ -77,8 +77,8 @@ class Mixing(nn.Module):
         return 0.1 * torch.randn(x.shape, generator=GENERATOR)
 
 
-NOISE = ["noise_of_its_own", "noise_of_the_file"]
-HOW = [name for name in vars(Mixing) if not name.startswith("_") and name not in ("forward", *NOISE)]
+NOISE = ["noise_of_its_own", pytest.param("noise_of_the_file", marks=pytest.mark.long)]
+HOW = [name for name in vars(Mixing) if not name.startswith("_") and name != "forward" and "noise" not in name]
 
 
 def _mixing_model(how):
@@ -158,18 +158,23 @@ LOSSES = {
 }
 
 
-def _refusals_of_losses():
+def _refusals_of_losses(names):
     messages = {}
-    for name, change in LOSSES.items():
+    for name in names:
         model = tiny_model().train()
-        change(model)
+        LOSSES[name](model)
         trainer = make_trainer(model=model, trainer_arguments={}, remove_unused_columns=False)
         messages[name] = failure_of(trainer), trainer.state.global_step
     return messages
 
 
-def test_losses_that_are_no_sum_over_tokens_are_refused_before_the_first_step():
-    for messages in run_ranks(2, _refusals_of_losses):
+OF_EVERY_RUN = ["mean", "sum that shifts", "second token"]  # a term in forward enters the loss as the last does
+TERMS = pytest.param([name for name in LOSSES if name not in OF_EVERY_RUN], marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("names", [OF_EVERY_RUN, TERMS], ids=", ".join)
+def test_losses_that_are_no_sum_over_tokens_are_refused_before_the_first_step(names):
+    for messages in run_ranks(2, _refusals_of_losses, names):
         for name, (message, step) in messages.items():
             assert "one process" in message, (name, message)
             assert "the loss is" in message or "shift_labels" in message, (name, message)
@@ -446,19 +451,29 @@ def _scaled(forward, x):
     return _hidden(forward(x))
 
 
+UNPROVED = {"a file": "log is a StringIO", "short rows": "fails in one process (ValueError: 48 tokens do not fit)"}
+
+
 def _all_of_own():
-    return {what: [_of_own(what, {"first_batch_check": how}) for how in ("auto", "require", False)] for what in OWN}
+    required = {*UNPROVED, "hidden"}
+    return {
+        what: {
+            how: _of_own(what, {"first_batch_check": how})
+            for how in ("auto", "require", False)
+            if how != "require" or what in required
+        }
+        for what in OWN
+    }
 
 
 def test_a_check_of_the_users_code_changes_nothing_and_stops_only_what_differs():
-    unproved = {"a file": "log is a StringIO", "short rows": "fails in one process (ValueError: 48 tokens do not fit)"}
     tokens = "LlamaForCausalLM.model.layers.0.mlp.tokens"
     refused = {"counts that are read": f"reads {tokens}", "counts that do not add up": f"{tokens}, which a forward"}
     ranks = run_ranks(2, _all_of_own, timeout=300.0)
-    assert any("gave other bits, first in model.norm" in text for text in ranks[0]["hidden"][0][0])
+    assert any("gave other bits, first in model.norm" in text for text in ranks[0]["hidden"]["auto"][0])
     for found in ranks:
-        for what, (auto, required, off) in found.items():
-            said, proved, losses, state = auto
+        for what, runs in found.items():
+            (said, proved, losses, state), required, off = runs["auto"], runs.get("require"), runs[False]
             assert off[0] == [], what
             if what in refused:
                 assert "compute what one process computes" in said[0], said
@@ -467,11 +482,11 @@ def test_a_check_of_the_users_code_changes_nothing_and_stops_only_what_differs()
             if what != "hidden":
                 assert (losses, state) == (off[2], off[3]), what
             assert len(off[2]) == 2
-            if what in unproved:
+            if what in UNPROVED:
                 assert not proved
                 assert required[0][0].startswith("the first batch proves nothing: "), required
-                assert unproved[what] in required[0][0]
-                assert all("unproved" in text and unproved[what] in text for text in said)
+                assert UNPROVED[what] in required[0][0]
+                assert all("unproved" in text and UNPROVED[what] in text for text in said)
             else:
                 assert proved
             if what == "counts":

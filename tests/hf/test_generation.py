@@ -159,7 +159,7 @@ def train_with_server(config: dict[str, Any] | None, **options: Any) -> tuple[Ru
     return run, Server.prompts
 
 
-@pytest.mark.parametrize("more", [{}, {"rollout_func": ask_server}])
+@pytest.mark.parametrize("more", [{}, pytest.param({"rollout_func": ask_server}, marks=pytest.mark.long)])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_one_rank_asks_the_server_once(world: int, more: dict[str, Any]) -> None:
     """Two ranks, or two groups of two, and the correction for what the server samples from."""
@@ -244,9 +244,9 @@ def test_rewards_may_draw() -> None:
 def _resumed(config: dict[str, Any] | None, folder: str, **options: Any) -> Any:
     if dist.is_initialized():
         folder = f"{folder}/{dist.get_world_size()}"
-    settings = {"save_strategy": "steps", "save_steps": 1, "folder": folder, **BRIEF, **options, "max_steps": 2}
-    train_rollouts(config, **settings)
-    return train_rollouts(config, **settings, resume=f"{folder}/run/checkpoint-1")
+    settings = {"save_strategy": "steps", "save_steps": 1, "folder": folder, **BRIEF, **options}
+    train_rollouts(config, **settings | {"max_steps": 1})
+    return train_rollouts(config, **settings | {"max_steps": 2}, resume=f"{folder}/run/checkpoint-1")
 
 
 def test_resumes_in_the_middle(tmp_path: Any) -> None:
@@ -329,6 +329,7 @@ def _mixing() -> tuple[str, int]:
     return failure_of(trainer), trainer.state.global_step
 
 
+@pytest.mark.long  # test_shared_prefix.py has the first batch of a GRPO in every run, test_first_batch.py the module
 def test_the_first_batch_names_a_module_that_mixes_tokens() -> None:
     for message, step in run_ranks(2, _mixing):
         assert message.startswith("RefusedError: 2 ranks do not compute what one process computes")

@@ -118,7 +118,7 @@ def _backward_inside(config, engine="DDP"):
     return train(config, engine=engine, trainer_class=Backward, gradient_accumulation_steps=1, evaluate=False)
 
 
-@pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("engine", [pytest.param("DDP", marks=pytest.mark.long), "FSDP2"])
 def test_backward_inside_the_loss_is_the_engines(engine):
     expected = _backward_inside(None)
     for run in run_ranks(2, _backward_inside, CONFIG, engine):
@@ -161,25 +161,33 @@ class Late(TrainerCallback):
 
 
 HOOKS = {"clamp": _by_hook(clamp), "normalize": _by_hook(normalize), "quantize": _after_accumulating, "late": None}
-TRAINERS = {"": Trainer, " under a loss of one's own": OwnLoss}
+TRAINERS = {"the model's": Trainer, "one's own": OwnLoss}
 
 
-def _trainings(config):
+def _trainings(config, loss, hooks):
     runs = []
-    for trainer_class in TRAINERS.values():
-        for prepare in HOOKS.values():
-            model = tiny_model().train()
-            if prepare is not None:
-                prepare(model)
-            callbacks = [] if prepare is not None else [Late()]
-            options = {"trainer_arguments": {"callbacks": callbacks}, "gradient_accumulation_steps": 1}
-            runs.append(train(config, model=model, trainer_class=trainer_class, evaluate=False, **options))
+    for hook in hooks:
+        model, prepare = tiny_model().train(), HOOKS[hook]
+        if prepare is not None:
+            prepare(model)
+        callbacks = [] if prepare is not None else [Late()]
+        options = {"trainer_arguments": {"callbacks": callbacks}, "gradient_accumulation_steps": 1}
+        options["max_steps"] = 3 if prepare is None else 2
+        runs.append(train(config, model=model, trainer_class=TRAINERS[loss], evaluate=False, **options))
     return runs
 
 
-def test_hooks_see_gradients_of_whole_sequences():
-    expected = _trainings(None)
-    for runs in run_ranks(2, _trainings, CONFIG | {"first_batch_check": False}):
+@pytest.mark.parametrize(
+    ("loss", "hooks"),
+    [
+        ("the model's", ["clamp", "normalize", "quantize", "late"]),
+        ("one's own", ["normalize"]),
+        pytest.param("one's own", ["clamp", "quantize", "late"], marks=pytest.mark.long),
+    ],
+)
+def test_hooks_see_gradients_of_whole_sequences(loss, hooks):
+    expected = _trainings(None, loss, hooks)
+    for runs in run_ranks(2, _trainings, CONFIG | {"first_batch_check": False}, loss, hooks):
         for run, one in zip(runs, expected, strict=True):
             assert_equal_training(run, one, losses=1e-5, norms=1e-5, weights=1e-5)
 

@@ -180,7 +180,7 @@ ENGINES = [
     # Under ZeRO all else is that of test_hf_matrix.py.
     Cell("ZeRO-1, every number", EVERY_NUMBER, ranks={"engine": "ZeRO-1"}, long=True),
     Cell("ZeRO-3, every number", EVERY_NUMBER, ranks={"engine": "ZeRO-3"}, long=True),
-    mesh(4, False, dp_replicate_size=2, dp_shard_size=2),
+    mesh(4, True, dp_replicate_size=2, dp_shard_size=2),  # test_hf_meshes.py has HSDP in every run
     mesh(4, True, dp_shard_size=2, cp_size=2),
     mesh(2, True, dp_shard_size=2),
     *(
@@ -333,7 +333,11 @@ TRL = [
     Cell("DPO with LoRA", {**DPO, "lora": True}),
     Cell("DPO with LoRA, FSDP2", {**DPO, "lora": True}, ranks={"engine": "FSDP2"}, long=True),
     Cell("DPO with LoRA, ZeRO-2", {**DPO, "lora": True}, ranks={"engine": "ZeRO-2"}, long=True),
-    Cell("ORPO with LoRA", {"trainer_class": "trl.experimental.orpo.ORPOTrainer", "num_rows": 16, "lora": True}),
+    Cell(
+        "ORPO with LoRA",
+        {"trainer_class": "trl.experimental.orpo.ORPOTrainer", "num_rows": 16, "lora": True},
+        long=True,  # pairs in one batch, as DPO's
+    ),
     Cell("reward model", REWARD, made=reward_model),
     Cell("reward model, FSDP2", REWARD, ranks={"engine": "FSDP2"}, made=reward_model, long=True),
     Cell("centered rewards", {**REWARD, "center_rewards_coefficient": 0.1}, made=reward_model, long=True),

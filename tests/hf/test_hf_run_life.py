@@ -106,7 +106,7 @@ CHECKED = CONFIG | {"first_batch_check": True}
 @pytest.mark.parametrize(
     ("how", "config"),
     [
-        ("in turn", CHECKED),
+        pytest.param("in turn", CHECKED, marks=pytest.mark.long),  # its two risks are those of the next two
         ("in turn, as PEFT freezes", CONFIG),
         ("one teaches", CHECKED),
         pytest.param("in turn, checkpointed", CONFIG, marks=pytest.mark.long),

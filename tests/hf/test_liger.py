@@ -106,7 +106,9 @@ def test_forward_with_the_fused_loss_may_be_the_class_s(is_copy) -> None:
 PARTS = {"tiled_mlp": "swiglu", "tiled_norm": "rms_norm", "tiled_loss": "cross_entropy"}
 
 
-@pytest.mark.parametrize("keys", [("tiled_mlp", "tiled_loss"), ("tiled_norm",)], ids=str)
+@pytest.mark.parametrize(
+    "keys", [("tiled_mlp", "tiled_loss"), pytest.param(("tiled_norm",), marks=pytest.mark.long)], ids=str
+)
 def test_tiles_run_beside_ligers_other_kernels(keys) -> None:
     off = {"fused_linear_cross_entropy": False} | {PARTS[key]: False for key in keys}
     tiles = dict.fromkeys(keys, True) | {"tile_tokens": 5}

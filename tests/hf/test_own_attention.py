@@ -187,7 +187,7 @@ def _failure(name):
         return failure_of(make_trainer(model=model))
 
 
-@pytest.mark.parametrize("name", ["ssmax", "gated"])
+@pytest.mark.parametrize("name", ["ssmax", pytest.param("gated", marks=pytest.mark.long)])
 def test_first_batch_compares_with_the_declared_function(name):
     for message in run_ranks(2, _failure, name):
         assert message.startswith("RefusedError: 2 ranks do not compute what one process computes")

@@ -50,7 +50,7 @@ COLLATORS = {
     "rows of 15 tokens": cut_to(15),  # half of the ragged ones end in padding
     "rows of 3 tokens, of which zigzag needs 4": cut_to(3),
 }
-SHORT = {"evaluate": False, "max_steps": 2, "gradient_accumulation_steps": 1}
+SHORT = {"evaluate": False, "max_steps": 1, "gradient_accumulation_steps": 1}
 
 
 def _trainings(config):

@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 CONFIG = {"context_parallel_size": 2, "tiled_mlp": True, "tiled_loss": True}
-MODELS = ["llama", "qwen3-moe", pytest.param("qwen3_next", marks=pytest.mark.long)]
+MODELS = ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3-moe", "qwen3_next"))]
 SHORT, LONG = 128, 512  # tokens of a row; of each of a rank's two runs, 32 and 128
 ROTATION = 16  # elements: models multiply positions by frequencies, of half a head, in float32
 

@@ -127,10 +127,11 @@ def _trained(what, on_ranks):
     return logs, evaluated, proof
 
 
-LONG = pytest.param("Embedding", marks=pytest.mark.long)  # test_hf_rows.py trains embeddings in every run
+# In every run test_hf_rows.py trains embeddings, test_gradients_of_users.py a penalty, test_hf_exact.py checkpoints.
+LONG = ("Embedding", "Penalty", "Checkpointed")
 
 
-@pytest.mark.parametrize("what", [*list(USES)[:-1], LONG])
+@pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.long] * (what in LONG)) for what in USES])
 def test_what_losses_do_with_the_model_is_that_of_one_process(what):
     expected, loss, _ = _trained(what, False)
     for logs, evaluated, proof in run_ranks(2, _trained, what, True):
@@ -187,7 +188,10 @@ def _refused(what, proved):
     return failure_of(trainer, {"first_batch_check": proved}, use), trainer.state.global_step
 
 
-@pytest.mark.parametrize("what", AFTER)
+ALIKE = ("compute_loss_func",)  # it is found as loss_function is
+
+
+@pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.long] * (what in ALIKE)) for what in AFTER])
 def test_losses_that_shard_nothing_are_refused(what):
     for proved in (True, False)[: 2 if what in ("parts", "compute_loss") else 1]:  # a proof needs the call of a model
         for message, step in run_ranks(2, _refused, what, proved):
