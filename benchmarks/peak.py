@@ -52,10 +52,13 @@ def on_tiles(dtype: str) -> bool:
     return dtype == "bfloat16" and ops.cpu_isa() == "amx_bf16"
 
 
-@functools.cache
 def compiled(isa: str, tiles: bool = False) -> ctypes.CDLL:
     """Return the loop for one of `ops.ISA_NAMES`, or for tiles. MissingPackageError: there is no C compiler."""
-    vector_bytes, panel_vecs = SIZES.get(isa, WIDEST)
+    return _compiled(*SIZES.get(isa, WIDEST), tiles)
+
+
+@functools.cache
+def _compiled(vector_bytes: int, panel_vecs: int, tiles: bool) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "peak.so"
         command = [os.environ.get("CC", "cc"), "-std=gnu17", "-O3", "-march=native", "-shared", "-fPIC"]

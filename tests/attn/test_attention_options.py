@@ -95,7 +95,7 @@ def test_sinks_of_any_dtype_get_gradients_of_theirs() -> None:
 # ---- the op -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", ["documents", "tree"])
+@pytest.mark.parametrize("mask", [pytest.param("documents", marks=pytest.mark.long), "tree"])
 def test_compiled_steps_share_a_graph_and_equal_the_others(mask: str) -> None:
     """With sinks and the log-sum-exp too."""
     p, sequence = problem(), ShardedSequence(MASKS[mask], Layout.contiguous(48, 1))

@@ -372,7 +372,7 @@ def of_processes(world_size: int, cells: list[Cell]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3, 4])
+@pytest.mark.parametrize("world_size", [*(pytest.param(ranks, marks=pytest.mark.long) for ranks in (2, 3)), 4])
 def test_processes_have_the_bits_of_virtual_ranks_and_send_as_many_bytes(world_size: int) -> None:
     cells = [cell for cell in CELLS if cell.world_size == world_size and cell.backend == "ringtile"]
     ranks = run_ranks(2 if world_size == 2 else 4, of_processes, world_size, cells)[-world_size:]

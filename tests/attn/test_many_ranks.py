@@ -13,10 +13,8 @@ from strategies import dense
 @pytest.mark.parametrize(
     ("world_size", "scheme"),
     [
-        (64, "ring"),
-        (64, "usp:8"),
-        pytest.param(64, "all_gather", marks=pytest.mark.long),
-        pytest.param(256, "usp:8", marks=pytest.mark.long),
+        (64, "usp:8"),  # both ways to share: rings of 8 ranks, and heads
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((64, "ring"), (64, "all_gather"), (256, "usp:8"))),
     ],
 )
 def test_many_ranks_compute_what_one_does(world_size: int, scheme: str) -> None:

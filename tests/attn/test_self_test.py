@@ -235,6 +235,7 @@ self_tests.main()
 """
 
 
+@pytest.mark.long  # in every run test_cli_doctor.py runs the program, and the stand-in crashes
 def test_the_program_runs_the_cases_and_names_one_that_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the environment of one of torchrun's workers; the last cases, of recurrences."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host", "MASTER_PORT": "1"}.items():
@@ -253,8 +254,15 @@ def test_kernels_are_right_in_a_gpus_cases(monkeypatch: pytest.MonkeyPatch, name
     assert self_test.run(lambda: self_test.of_op(name, REAL, torch.device("cpu"), torch.float32)) == ""
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("options", [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("float32", (True, True)),
+        ("bfloat16", (False, False)),
+        pytest.param("float32", (False, False), marks=pytest.mark.long),
+        pytest.param("bfloat16", (True, True), marks=pytest.mark.long),
+    ],
+)
 def test_attention_is_right_in_a_gpus_case(dtype: str, options: tuple[bool, bool]) -> None:
     case = attn_self_test.Case(dtype, 64, 64, True, *options)
     given = RINGTILE, torch.device("cpu"), case, attn_self_test.PIPELINE

@@ -375,7 +375,8 @@ if os.fork() == 0:
     os._exit(0)
 assert os.wait()[1] == 0
 
-import ringtile, ringtile.cli.doctor
+import ringtile, ringtile.cli.doctor, ringtile.cli.self_tests
+ringtile.cli.self_tests.in_children = lambda device, num_cases: [""] * num_cases  # another process, which has them all
 q = torch.ones(1, 4, 1, 8)
 assert torch.equal(ringtile.attention(q, q, q, mask=ringtile.IntervalMask.causal(4)), q)
 assert ringtile.cli.doctor.examine()["kernels"]["error"] is None

@@ -10,7 +10,7 @@ from mutants import MUTANTS, ROOT
 from pool import run_program
 
 # Hostile calls of each boundary in every run; `make faults` makes more of the same.
-TRIALS = {"op_calls": 150, "scan_calls": 50, "torch_interface": 40}
+TRIALS = {"op_calls": 80, "scan_calls": 25, "torch_interface": 25}
 
 
 @pytest.mark.parametrize("name", TRIALS)

@@ -18,6 +18,7 @@ from ringtile.cli import main
 from ringtile.errors import ConfigError, RefusedError
 from ringtile.hf.batch import CHECKPOINTING
 from ringtile.hf.config import Config
+from ringtile.planner import advice
 from ringtile.planner.advice import Longest, longest, switches
 from ringtile.planner.live import Live
 from ringtile.planner.setup import Setup
@@ -133,7 +134,7 @@ def test_activations_are_what_autograd_really_saves(model_type: str, lora_rank: 
         assert planned_between_passes(step, seq_len)[0] == expected
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long), "zero3"])
 def test_adapters_alone_have_gradients_and_state(engine: str) -> None:
     """bfloat16 weights and PEFT's float32 adapters; DeepSpeed casts these, and updates a float32 copy."""
     config, ranks = config_of(), 4
@@ -218,7 +219,7 @@ def test_offload_leaves_two_hidden_states_on_the_device() -> None:
     assert kept.total - offloaded.total == (LAYERS - 2) * hidden
 
 
-@pytest.mark.parametrize("scheme", ["ring", "ulysses"])
+@pytest.mark.parametrize("scheme", ["ring", pytest.param("ulysses", marks=pytest.mark.long)])
 def test_streamed_layers_over_ranks_hold_attention_of_all_tokens_and_no_hidden_states(scheme: str) -> None:
     """H D 64, G D 32, float32. Ring: k, v, dk, dv, and as many in transit. Ulysses: q, out, dout, dq and these twice,
     and in transit. lse and its sums; cos and sin; ids, labels, where they are, and the mask."""
@@ -266,16 +267,17 @@ def folder(tmp_path: pathlib.Path) -> str:
 # ---- advice -------------------------------------------------------------------------------------
 
 
-def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(config_of(num_hidden_layers=1), devices=2, ringtile=Config(context_parallel_size=2))
     with TrainingStep(setup) as step:
         memory = step.run(3000).total
         found = longest(step, memory, step.run(256))
         assert step.run(found.seq_len).total <= memory < step.run(found.seq_len + found.seq_len // 50).total
     assert 2950 <= found.seq_len <= 3000
+    monkeypatch.setattr(advice, "_MAX_CHUNKS", 2**3)  # a chunk takes a tenth of a second
     keys = Config(stream=True, tiled_loss=True, reproducible=True, tile_tokens=1)
     with TrainingStep(Setup(config_of(num_hidden_layers=1), ringtile=keys)) as step:
-        assert not longest(step, 2**40, step.run(64)).is_planned  # in a second: 2**20 chunks would take hours
+        assert not longest(step, 2**40, step.run(4)).is_planned  # 2**20 chunks would take hours
     assert "not shown" in {each.key: each.refused for each in switches(step.setup, 64)}["activation_offloading: true"]
 
 
@@ -561,7 +563,11 @@ def test_a_plan_of_one_layer_says_so_and_reads_1k(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize(
-    ("engine", "keys", "latent_dim"), [("ddp", {}, 20), ("ddp", {"latents": False}, 0), ("zero3", {}, 0)]
+    ("engine", "keys", "latent_dim"),
+    [
+        ("ddp", {}, 20),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("ddp", {"latents": False}, 0), ("zero3", {}, 0))),
+    ],
 )
 def test_latents_are_planned_where_they_travel(engine: str, keys: dict[str, Any], latent_dim: int) -> None:
     config = Config.load({"context_parallel_size": 2, **keys})

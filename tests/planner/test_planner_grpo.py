@@ -35,7 +35,10 @@ def step_of(rows: int, ranks: int = 1, *, reference: bool = False, **more: Any) 
 # ---- generation -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "ranks", "of_rank"), [(4, 1, 4), (4, 2, 2), (5, 2, 3)])
+@pytest.mark.parametrize(
+    ("rows", "ranks", "of_rank"),
+    [*(pytest.param(*case, marks=pytest.mark.long) for case in ((4, 1, 4), (4, 2, 2))), (5, 2, 3)],
+)
 def test_each_rank_keeps_keys_and_values_of_its_rows(rows: int, ranks: int, of_rank: int) -> None:
     """Two numbers a layer, row, kv head, token and dimension, and of whole rows: the last token is never read. The keys
     or values of one layer are there twice while they grow, which is the peak in some releases of transformers."""
