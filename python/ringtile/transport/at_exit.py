@@ -13,22 +13,25 @@ import time
 from pathlib import Path
 
 _SECONDS = 10.0
-_CHECKS = 3  # in a row: a thread that waits for the GIL, which the check holds, looks idle too
 
 
 @atexit.register
 def wait_for_gloo() -> None:
-    """Wait, without the GIL, until gloo's threads in this process sleep, which they do until there is work."""
-    deadline, idle = time.monotonic() + _SECONDS, 0
-    while idle < _CHECKS and time.monotonic() < deadline:
+    """Wait, without the GIL, until gloo's threads in this process sleep, and have not run since the last look."""
+    deadline, before = time.monotonic() + _SECONDS, None
+    while (found := _threads_of_gloo()) and time.monotonic() < deadline:
+        if found == before and not any("State:\tR" in text for text in found):
+            return
+        before = found
         time.sleep(0.001)
-        idle = 0 if any(" (pt_gloo_runloop) R " in state for state in _thread_states()) else idle + 1
 
 
-def _thread_states() -> list[str]:
-    """Return /proc's line on each thread of this process: "number (name) state ..."; none where there is no /proc."""
-    lines = []
-    for path in Path("/proc/self/task").glob("*/stat"):
+def _threads_of_gloo() -> list[str]:
+    """Return /proc's text on each thread of gloo: its state, and how often it gave up the CPU. It waits for the GIL of
+    a caller asleep, but has run by the time that the caller has the GIL again. Empty where there is no /proc."""
+    texts = []
+    for path in sorted(Path("/proc/self/task").glob("*/status")):
         with contextlib.suppress(OSError):  # it has ended
-            lines.append(path.read_text())
-    return lines
+            if "gloo_" in (text := path.read_text()).partition("\n")[0]:  # pt_gloo_runloop, gloo_tcp_loop
+                texts.append(text)
+    return texts
