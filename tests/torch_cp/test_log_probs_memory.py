@@ -23,16 +23,18 @@ def tiny(num_tokens: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=num_tokens, **SIZES))
 
 
-def growth(num_tokens: int) -> int:
-    """Bytes that forward and backward of one row add to this process at their peak."""
+def growth(num_tokens: int, trains: bool = True) -> int:
+    """Bytes that forward and backward of one row add to this process at their peak, or an evaluation."""
     model = tiny(num_tokens)
     input_ids = torch.randint(VOCAB, (1, num_tokens), generator=torch.Generator().manual_seed(0))
     # The comparison with one process, and the first loads of libraries, are no part of a pass.
     sequence_log_probs(model, input_ids[:, :64], dist.group.WORLD)
     reset_peak_bytes()
     before = peak_bytes()
-    log_probs, entropy = sequence_log_probs(model, input_ids, dist.group.WORLD, return_entropy=True)
-    (log_probs.sum() + entropy.sum()).backward()
+    with torch.set_grad_enabled(trains):
+        log_probs, entropy = sequence_log_probs(model, input_ids, dist.group.WORLD, return_entropy=True)
+    if trains:
+        (log_probs.sum() + entropy.sum()).backward()
     return peak_bytes() - before
 
 
@@ -41,3 +43,10 @@ def test_64k_tokens_on_two_ranks_need_less_than_a_tenth_of_their_logits() -> Non
     """All logits are 8 GiB, in float32 and once. A tile of them is 64 MiB; 230 MiB were measured, for each rank."""
     for grown in run_ranks(2, growth, 65536, timeout=600):
         assert 64 * MIB < grown < 65536 * VOCAB * 4 / 10
+
+
+@pytest.mark.long
+def test_an_evaluation_grows_by_far_less_than_its_row() -> None:
+    """Of 8K tokens, most is the tile of logits; four times as many added 1.3 times as much when it was measured."""
+    short, long = (run_ranks(2, growth, num_tokens, False) for num_tokens in (8192, 32768))
+    assert max(long) < 2 * max(short)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from ringtile import arguments
 from ringtile.checksum import checksum
@@ -29,7 +28,7 @@ from ringtile.hf.batch import ShardedBatch, active
 from ringtile.hf.features.loss import TiledLogits, not_plain
 from ringtile.hf.features.stream import chunk_tokens_of
 from ringtile.hf.features.trees import in_chunks
-from ringtile.hf.model import depends_on_length
+from ringtile.hf.model import depends_on_length, inside_engine
 from ringtile.ops import state_dtype
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
@@ -67,7 +66,8 @@ def sequence_log_probs(
     """Return the log-probability that a causal language model gives to each token of rows that ranks share.
 
     - model: of transformers, with attn_implementation="sdpa", or any that has get_output_embeddings() and is called as
-      model(input_ids=, position_ids=, use_cache=False); bare, or under DDP, FSDP2 or PEFT.
+      model(input_ids=, position_ids=, use_cache=False); bare, or under DDP, FSDP2, ZeRO
+      or PEFT.
     - input_ids int64 (B, S): whole and the same on every rank.
     - mesh: a DeviceMesh of one dimension, or a group, whose ranks share each row; None is one rank.
     - attention_mask (B, S): 0 for padding, on either side, 1 for tokens; or the numbers 1, 2, ... of packed documents.
@@ -92,8 +92,8 @@ def sequence_log_probs(
 
     Raises InputError; RingMismatchError where ranks have different rows, masks or options; MaskNotExpressibleError for
     padding inside a document; RefusedError for a model that does not compute on shards what one process does, for an
-    output projection that is no plain Linear or whose logits the model does more with than to scale and cap them, and
-    under ZeRO-3; and what `context_parallel` raises.
+    output projection that is no plain Linear or whose logits the model does more with than to scale and cap them; and
+    what `context_parallel` raises.
     """
     group: Group = _ALONE if mesh is None else group_of(mesh)
     transport = transport_of(group)
@@ -272,7 +272,7 @@ class _Rows(NamedTuple):
         """RefusedError: the ranks do not compute on a cut of these rows what one process computes."""
         buffers, mask = self.padded(layout, transport_of(group).world_size)
         block = FirstBlock(ContextParallelPlan(group, mask, layout, scheme=scheme), buffers, [1] * len(buffers))
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        inner = inside_engine(model)
         with torch.inference_mode(False), torch.enable_grad():
             block.check(inner, lambda: head.run(inner, buffers, 1.0, False).sum(), averages=False)
 
@@ -310,8 +310,6 @@ class _Head(NamedTuple):
                 f"the output projection of {type(owner).__name__} is {other}; expected a plain torch.nn.Linear: "
                 "leave it out of an adapter's target_modules, and call ringtile.restore on a Trainer"
             )
-        if hasattr(head.weight, "ds_id"):
-            raise RefusedError("the weights are ZeRO-3's; expected DDP, FSDP2, or no engine")
         return cls(owner, head)
 
     def run(
@@ -343,7 +341,7 @@ class _Head(NamedTuple):
 
         # Before the hooks of FSDP2, which look for tensors in the output and free gathered weights.
         handle = self.owner.register_forward_hook(replace, prepend=True)
-        self.projection.forward = MethodType(TiledLogits, self.projection)  # type: ignore[method-assign]
+        self.projection.forward = MethodType(_projected, self.projection)  # type: ignore[method-assign]
         is_streamed = chunk_tokens_of(model) is not None
         masks = {"attention_mask": empty_mask(input_ids.size(0), input_ids.device)} if is_streamed else {}
         try:
@@ -371,15 +369,29 @@ class _Head(NamedTuple):
         head = self.projection
         if isinstance(head, FSDPModule):
             head.unshard()  # freed after its forward, if it is in a group of its own; the backward frees it again
-        found = tiled_log_probs(
-            *(logits.hidden, head.weight, labels, head.bias),
-            temperature=temperature,
-            logit_scale=float(logits.scale),
-            softcap=float(logits.softcap or 0),
-            return_entropy=return_entropy,
-            chunk_tokens=chunk_tokens,
-        )
-        return torch.stack(found, dim=-1) if return_entropy else found
+
+        def computed(weight: Tensor, bias: Tensor | None) -> Tensor:
+            found = tiled_log_probs(
+                *(logits.hidden, weight, labels, bias),
+                temperature=temperature,
+                logit_scale=float(logits.scale),
+                softcap=float(logits.softcap or 0),
+                return_entropy=return_entropy,
+                chunk_tokens=chunk_tokens,
+            )
+            return torch.stack(found, dim=-1) if return_entropy else found
+
+        if not hasattr(head.weight, "ds_id"):
+            return computed(head.weight, head.bias)
+        gathered: Tensor = head(logits.hidden, computed=computed)  # by ZeRO-3's hooks
+        return gathered
+
+
+def _projected(
+    head: nn.Linear, hidden: Tensor, computed: Callable[[Tensor, Tensor | None], Tensor] | None = None
+) -> Tensor:
+    """The forward of an output projection: logits that do not exist; for `_log_probs`, what it computes."""
+    return TiledLogits(head, hidden) if computed is None else computed(head.weight, head.bias)
 
 
 _USE = "expected one rank a row, or a Trainer under ringtile.enable, which serves it"
