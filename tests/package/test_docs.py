@@ -78,7 +78,12 @@ def test_every_public_function_has_an_example() -> None:
     assert {name for name in functions if not re.search(rf"\b{name}\b", shown)} == elsewhere
 
 
-@pytest.mark.parametrize("page", sorted({name.rpartition(" ")[0] for name in EXAMPLES}))
+# Its trainings are those of trainer.md and trl.md, under FSDP.
+STORY = pytest.param("docs/guide/qwen3_8b_128k.md", marks=pytest.mark.long)
+OF_SNIPPETS = sorted({name.rpartition(" ")[0] for name in EXAMPLES} - set(STORY.values))
+
+
+@pytest.mark.parametrize("page", [*OF_SNIPPETS, STORY])
 def test_snippets_of_a_page_run_in_order_on_two_ranks(page: str, tmp_path: pathlib.Path) -> None:
     if page in ("docs/guide/trl.md", "docs/guide/rl.md", "docs/guide/qwen3_8b_128k.md"):
         pytest.importorskip("trl")

@@ -46,7 +46,7 @@ def real_pixels(config: PretrainedConfig, size: tuple[int, int] | None) -> dict[
 
 
 @pytest.mark.parametrize(
-    "model_type", [*SIZES][:2] + [pytest.param(name, marks=pytest.mark.long) for name in [*SIZES][2:]]
+    "model_type", [*SIZES][:1] + [pytest.param(name, marks=pytest.mark.long) for name in [*SIZES][1:]]
 )
 def test_a_tower_is_planned_as_it_runs(model_type: str) -> None:
     """Its weights, the tokens of an image, its flops; two ranks have half of the images each, of flops and of what is
