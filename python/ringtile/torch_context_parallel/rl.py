@@ -389,7 +389,7 @@ class _Head(NamedTuple):
 
 def _projected(
     head: nn.Linear, hidden: Tensor, computed: Callable[[Tensor, Tensor | None], Tensor] | None = None
-) -> Tensor:
+) -> Tensor | TiledLogits:
     """The forward of an output projection: logits that do not exist; for `_log_probs`, what it computes."""
     return TiledLogits(head, hidden) if computed is None else computed(head.weight, head.bias)
 
