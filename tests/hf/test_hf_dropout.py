@@ -186,7 +186,7 @@ def _breaks(rate):
     """How often the graph of a compiled Llama with LoRA breaks, by reason."""
     torch._dynamo.reset()
     counters.clear()
-    model = with_lora(tiny_model(attention_dropout=0.0), dropout=rate).train()
+    model = with_lora(tiny_model(attention_dropout=0.0, num_hidden_layers=1), dropout=rate).train()
     options = {"torch_compile": True, "torch_compile_backend": "eager", "gradient_accumulation_steps": 1}
     rows = [{"input_ids": [*range(1, 33)], "labels": [*range(1, 33)]}] * 8  # one length, compiled once
     trainer = make_trainer(model=model, max_steps=1, trainer_arguments={"train_dataset": rows}, **options)
