@@ -128,8 +128,9 @@ def _take(cfg: MutableMapping[str, Any]) -> dict[str, Any]:
     else:
         left.add("activation_offloading")
     names = dict.fromkeys((*Config.names(), *Keys.names(), *TAKEN))
-    for key in map(str, cfg.keys() - names) if os.environ.get("RANK", "0") == "0" else ():
-        if close := difflib.get_close_matches(key, names, n=1, cutoff=0.88):  # closer than any key of axolotl's own
+    for key in map(str, cfg.keys() - names):
+        close = difflib.get_close_matches(key, names, n=1, cutoff=0.88)  # closer than any key of axolotl's own
+        if close and os.environ.get("RANK", "0") == "0":
             logger.warning(f"{key}: did you mean {close[0]}? axolotl drops a key that it does not know")
     return {name: cfg.pop(name) for name in names if name not in left and cfg.get(name) is not None}
 
