@@ -1,5 +1,6 @@
 """Positions that jump inside documents, and batches that workers draw: as in one process."""
 
+import multiprocessing
 import random
 from typing import Any
 
@@ -70,10 +71,17 @@ def drawing(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
 
 
+def with_workers(config: dict[str, Any] | None, **options: Any) -> Any:
+    """As train; a rank of the session's pool may not start processes otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(multiprocessing.current_process()._config, "daemon", False)  # type: ignore[attr-defined]
+        return train(config, dataloader_num_workers=2, **options)
+
+
 @pytest.mark.parametrize(("ranks", "processes"), [(2, 1), (4, 2)])
 def test_what_workers_draw_is_that_of_one_process(ranks: int, processes: int) -> None:
     """Two workers of each process; with two groups, those of two processes."""
-    options = {"collator": drawing, "dataloader_num_workers": 2, **ALONE, "max_steps": 4}
-    alone = train(None, **options) if processes == 1 else run_ranks(processes, train, None, **options)[0]
-    for run in run_ranks(ranks, train, {"context_parallel_size": 2}, **options):
+    options = {"collator": drawing, **ALONE, "max_steps": 4}
+    alone = with_workers(None, **options) if processes == 1 else run_ranks(processes, with_workers, None, **options)[0]
+    for run in run_ranks(ranks, with_workers, {"context_parallel_size": 2}, **options):
         assert_equal_training(run, alone)
