@@ -34,7 +34,7 @@ def check_once(op: str, *tensors: Tensor | None, vmap: bool = True) -> None:
         if forward_ad._current_level >= 0:
             raise RefusedError(f"{op} inside forward-mode AD; expected first derivatives in reverse mode")
         return
-    given = [*filter(_is_given, tensors)] if torch.is_grad_enabled() else []
+    given: list[Any] = [*filter(_is_given, tensors)] if torch.is_grad_enabled() else []
     if any(map(_requires_grad, given)) and any(map(Tensor.is_inference, given)):
         raise InputError(
             f"{op} of tensors that require grad and of one made in inference mode, which autograd cannot save; make it "
