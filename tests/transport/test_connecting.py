@@ -133,7 +133,7 @@ def test_a_peer_that_does_not_come_or_connect_is_named_in_time() -> None:
         Rendezvous(dist.HashStore(), 0, 2, 0.1)
     assert gone.value.peer == 1
     assert str(all_meet(3, connect, 0.5)[0]) == "it did not connect"
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 20.0  # of the 40 s in which ranks must meet
 
 
 def test_a_rank_that_does_not_come_is_named_by_all() -> None:
