@@ -108,7 +108,10 @@ def test_freed_storages_are_refused_inside_context_parallel() -> None:
     heads.untyped_storage().resize_(0)  # FSDP frees the storage of a tensor and keeps the tensor
 
     def on_rank(group: LoopbackGroup) -> None:
-        with context_parallel(group, seq_len=2 * S), pytest.raises(InputError, match="freed or resized"):
+        with (
+            context_parallel(group, mask=IntervalMask.causal(2 * S)),
+            pytest.raises(InputError, match="freed or resized"),
+        ):
             nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
 
     LoopbackWorld(2).run(on_rank)
