@@ -72,8 +72,9 @@ def drawing(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def with_workers(config: dict[str, Any] | None, **options: Any) -> Any:
-    """As train; a rank of the session's pool may not start processes otherwise."""
+    """As train. A rank of the session's pool is a daemon, and its context is a server that it is a fork of."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.context._default_context, "_actual_context", multiprocessing.get_context("fork"))
         patch.setitem(multiprocessing.current_process()._config, "daemon", False)  # type: ignore[attr-defined]
         return train(config, dataloader_num_workers=2, **options)
 
