@@ -157,11 +157,21 @@ def test_the_documentation_has_these_numbers(family: str) -> None:
 # ---- the next batch -----------------------------------------------------------------------------
 
 
-def train_packed(looks: bool, changes: bool, scheme: str = "ring") -> tuple[list[float], Counter[str]]:
+def with_mask(rows: Any) -> dict[str, Any]:
+    """One row, and a mask of two documents that nothing else tells."""
+    batch = DataCollatorWithFlattening()(rows)
+    first = 1 + int(batch["labels"].sum()) % (batch["input_ids"].size(1) - 1)
+    mask = ringtile.IntervalMask.documents([first, batch["input_ids"].size(1) - first])
+    return {"input_ids": batch["input_ids"], "labels": batch["labels"], "interval_mask": mask}
+
+
+def train_packed(
+    looks: bool, changes: bool, scheme: str = "ring", masked: bool = False
+) -> tuple[list[float], Counter[str]]:
     """The losses of six micro-batches of packed rows, two a step, from a data loader; what was made, and when.
 
     looks: whether the next batch is read while the simulated GPU computes; changes: documents of half of the batches,
-    behind the data loader.
+    behind the data loader; masked: each has a mask of its own.
     """
     made: Counter[str] = Counter()
     now, losses = ["when it came"], []
@@ -186,7 +196,7 @@ def train_packed(looks: bool, changes: bool, scheme: str = "ring") -> tuple[list
         mock.patch.object(RankPlan, "of", counted(RankPlan.of, "plan")),
         mock.patch.dict(CONFIG, context_parallel_scheme=scheme),
         SimulatedGpu() as gpu,
-        enabled("llama", torch.float32, gpu, collator=DataCollatorWithFlattening()) as trainer,
+        enabled("llama", torch.float32, gpu, collator=with_mask if masked else DataCollatorWithFlattening()) as trainer,
     ):
         loaded = iter(trainer.get_train_dataloader())
         for _ in range(3):
@@ -205,6 +215,12 @@ def test_the_next_batch_is_read_while_this_one_is_computed(changes: bool) -> Non
         assert made["mask ahead"] == made["plan ahead"] == 6  # of the batch that never comes, too
         assert made["mask when it came"] == made["plan when it came"] == (3 if changes else 1)
         assert losses == run_ranks(2, train_packed, False, changes)[0][0]
+
+
+def test_a_mask_in_the_next_batch_is_not_lost() -> None:
+    for losses, made in run_ranks(2, train_packed, True, False, masked=True):
+        assert made["mask when it came"] == 6
+        assert losses == run_ranks(2, train_packed, False, False, masked=True)[0][0]
 
 
 @pytest.mark.long

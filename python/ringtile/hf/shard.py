@@ -48,7 +48,7 @@ _GLOBAL = {"labels"} | DOCUMENTS - PADDING.keys()  # read from the global batch,
 class _Ahead(NamedTuple):
     """The sequence of a batch that has not come yet, and all that it was made of."""
 
-    documents: dict[str, Tensor]  # by key, on the host
+    documents: dict[str, Any]  # by key, tensors on the host
     made_for: tuple[int, int, int | None]  # rows, their tokens, and those of a chunk
     sequence: ShardedSequence
 
@@ -56,8 +56,7 @@ class _Ahead(NamedTuple):
         given = _documents(on_host)
         if self.made_for != made_for or self.documents.keys() != given.keys():
             return False
-        pairs = [(x, given[name]) for name, x in self.documents.items()]
-        return all(x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+        return all(_equal(x, given[name]) for name, x in self.documents.items())
 
 
 class Sharding:
@@ -111,9 +110,9 @@ class Sharding:
         main = main_input((), inputs) if isinstance(inputs, Mapping) and key_of_tree(inputs) is None else None
         if main is None or main.dim() < 2 or self._last is None:
             return
-        documents = {name: x.clone() for name, x in _documents(inputs).items()}
+        documents = {name: x.clone() if isinstance(x, Tensor) else x for name, x in _documents(inputs).items()}
         made_for = main.size(0), main.size(1), self._chunk_tokens()
-        if any(x.device.type != "cpu" for x in documents.values()):
+        if any(x.device.type != "cpu" for x in documents.values() if isinstance(x, Tensor)) or MASK in documents:
             return
         with contextlib.suppress(Exception):
             mask = mask_of_batch(documents, *made_for[:2], self.reading.positions_separate, self.reading.causal)
@@ -326,8 +325,15 @@ def shard_batch(
     return local, batch
 
 
-def _documents(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: x for name in sorted(DOCUMENTS) if isinstance(x := inputs.get(name), Tensor)}
+def _documents(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name in sorted(DOCUMENTS) if (x := inputs.get(name)) is not None}
+
+
+def _equal(x: Any, y: Any) -> bool:
+    """Return whether two tensors, or two numbers, are equal; nothing else is compared."""
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)
+    return type(x) is type(y) is int and x == y
 
 
 def _sequence_of(
