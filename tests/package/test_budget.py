@@ -33,7 +33,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/attn": (24, 5100),
     "tests/c": (30, 7088),
     "tests/campaigns": (20, 4055),
-    "tests/cli": (12, 2215),
+    "tests/cli": (12, 2219),
     "tests/emulator": (26, 4629),
     "tests/gpu": (16, 2248),
     "tests/hf": (81, 15923),
