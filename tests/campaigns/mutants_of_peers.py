@@ -105,7 +105,7 @@ MUTANTS = [
     ),
     Mutant(
         "peers: labels are shifted on each shard",
-        "python/ringtile/hf/shard.py",
+        "python/ringtile/hf/reading.py",
         'functional.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]',
         'inputs["labels"]',
         "tests/hf/test_hf_inputs.py",

@@ -21,11 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ringtile.errors import RefusedError
+from ringtile.errors import InputError, RefusedError
 from ringtile.hf.batch import active_batch
 from ringtile.hf.families import JOIN_DOCUMENTS, MAKE_TEXT_ROW, TAKE_TEXT_ROW
+from ringtile.hf.keys import IGNORE_INDEX, PADDING
 from ringtile.hf.layers import LayerMask
 from ringtile.hf.masks import positions_alone_separate, positions_restart
 from ringtile.hf.model import rotary_embeddings, text_modules
@@ -218,3 +220,41 @@ def _is_unknown(cls: type) -> bool:
 
 def _is_flash(model: PreTrainedModel) -> bool:
     return "flash" in str(model.config._attn_implementation)
+
+
+def tensors_per_token(
+    inputs: Mapping[str, Any], main: Tensor, reading: Reading, positions: Tensor | None
+) -> dict[str, Tensor]:
+    """Return the global tensors with one entry per token: the keys of PADDING, those of the user, and labels that are
+    not to be shifted. positions (B, S): the model would make these instead of 0, 1, .... InputError: other shapes."""
+    batch_size, seq_len = main.shape[:2]
+    for name in ("input_ids", "inputs_embeds", "labels", "shift_labels"):
+        if inputs.get(name) is not None and inputs[name].shape[:2] != (batch_size, seq_len):
+            raise InputError(f"{name} is {tuple(inputs[name].shape)}; expected ({batch_size}, {seq_len}) as the batch")
+    for names, size in ((reading.per_token, (batch_size, seq_len)), (reading.per_row, (batch_size,))):
+        for name in names & inputs.keys():
+            held = getattr(inputs[name], "shape", None)
+            if inputs[name] is not None and (held is None or held[: len(size)] != size):
+                what = type(inputs[name]).__name__ if held is None else tuple(held)
+                raise InputError(f"{name} is {what}; expected ({', '.join(map(str, size))}, ...), as declared")
+    per_token = {name: inputs[name] for name in {*PADDING, *reading.per_token} if inputs.get(name) is not None}
+    if "position_ids" not in per_token:
+        counted = torch.arange(seq_len, device=main.device)[None]
+        per_token["position_ids"] = counted if positions is None else positions.to(main.device)
+    per_token["position_ids"] = _rows(per_token["position_ids"], batch_size, seq_len, reading.takes_rows)
+    if inputs.get("labels") is not None and not reading.shifts_labels:
+        per_token["labels"] = inputs["labels"]
+    elif inputs.get("labels") is not None and "shift_labels" not in per_token:
+        per_token["shift_labels"] = functional.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
+    return per_token
+
+
+def _rows(position_ids: Tensor, batch_size: int, seq_len: int, takes_rows: bool) -> Tensor:
+    """(B, S) from (B, S) or from (1, S), which models accept for all rows; likewise behind 3 or 4 rows of M-RoPE."""
+    known = position_ids.dim() == 2 or (takes_rows and position_ids.dim() == 3 and position_ids.size(0) in (3, 4))
+    if not known or position_ids.size(-2) not in (1, batch_size) or position_ids.size(-1) != seq_len:
+        raise InputError(
+            f"position_ids are {tuple(position_ids.shape)}; expected ({batch_size}, {seq_len}) or (1, {seq_len})"
+            + (" or, for the M-RoPE of this model, either behind a dimension of 3 or 4" if takes_rows else "")
+        )
+    return position_ids.expand(*position_ids.shape[:-2], batch_size, seq_len)

@@ -32,7 +32,7 @@ from ringtile.hf.layers import LayerMask, layer_masks, mixers
 from ringtile.hf.masks import chunks_count, mask_of_batch, read
 from ringtile.hf.model import attends_causally, drops_attention, set_attention, shifts_labels, text_modules
 from ringtile.hf.patches import Patches
-from ringtile.hf.reading import BatchReader, Reading, positions_separate
+from ringtile.hf.reading import BatchReader, Reading, positions_separate, tensors_per_token
 from ringtile.hf.trainers import needs_full_sequences, shares_rows
 from ringtile.hf.written import Written
 from ringtile.sequence.layout import PADDED_LIKE, Layout, resolved
@@ -265,7 +265,7 @@ def shard_batch(
         what = "rows that share tokens" if rows else "images" if given else "windows or chunks of layers"
         raise RefusedError(f"the batch holds {MASK} beside {what}; expected layers that attend by it alone, and text")
     _refuse(inputs, ({*PADDING, *_GLOBAL} - unknown) | reading.besides | reading.per_token | reading.per_row)
-    per_token = _per_token(inputs, main, reading, positions)
+    per_token = tensors_per_token(inputs, main, reading, positions)
     on_host = on_host or read(inputs)[0]
     if ahead is not None and ahead.is_of(on_host, (batch_size, seq_len, chunk_tokens)):
         sequence = ahead.sequence
@@ -379,41 +379,3 @@ def _refuse(inputs: Mapping[str, Any], known: set[str]) -> None:
                 f"the batch holds {name} {held}, which ringtile does not know how to shard; expected "
                 f"only {', '.join(sorted(known))}: {OWN}, or leave it out in your data collator"
             )
-
-
-def _per_token(
-    inputs: Mapping[str, Any], main: Tensor, reading: Reading, positions: Tensor | None
-) -> dict[str, Tensor]:
-    """The global tensors with one entry per token: the keys of PADDING, those of the user, and labels that are
-    not to be shifted."""
-    batch_size, seq_len = main.shape[:2]
-    for name in ("input_ids", "inputs_embeds", "labels", "shift_labels"):
-        if inputs.get(name) is not None and inputs[name].shape[:2] != (batch_size, seq_len):
-            raise InputError(f"{name} is {tuple(inputs[name].shape)}; expected ({batch_size}, {seq_len}) as the batch")
-    for names, size in ((reading.per_token, (batch_size, seq_len)), (reading.per_row, (batch_size,))):
-        for name in names & inputs.keys():
-            held = getattr(inputs[name], "shape", None)
-            if inputs[name] is not None and (held is None or held[: len(size)] != size):
-                what = type(inputs[name]).__name__ if held is None else tuple(held)
-                raise InputError(f"{name} is {what}; expected ({', '.join(map(str, size))}, ...), as declared")
-    per_token = {name: inputs[name] for name in {*PADDING, *reading.per_token} if inputs.get(name) is not None}
-    if "position_ids" not in per_token:
-        counted = torch.arange(seq_len, device=main.device)[None]
-        per_token["position_ids"] = counted if positions is None else positions.to(main.device)
-    per_token["position_ids"] = _rows(per_token["position_ids"], batch_size, seq_len, reading.takes_rows)
-    if inputs.get("labels") is not None and not reading.shifts_labels:
-        per_token["labels"] = inputs["labels"]
-    elif inputs.get("labels") is not None and "shift_labels" not in per_token:
-        per_token["shift_labels"] = functional.pad(inputs["labels"], (0, 1), value=IGNORE_INDEX)[:, 1:]
-    return per_token
-
-
-def _rows(position_ids: Tensor, batch_size: int, seq_len: int, takes_rows: bool) -> Tensor:
-    """(B, S) from (B, S) or from (1, S), which models accept for all rows; likewise behind 3 or 4 rows of M-RoPE."""
-    known = position_ids.dim() == 2 or (takes_rows and position_ids.dim() == 3 and position_ids.size(0) in (3, 4))
-    if not known or position_ids.size(-2) not in (1, batch_size) or position_ids.size(-1) != seq_len:
-        raise InputError(
-            f"position_ids are {tuple(position_ids.shape)}; expected ({batch_size}, {seq_len}) or (1, {seq_len})"
-            + (" or, for the M-RoPE of this model, either behind a dimension of 3 or 4" if takes_rows else "")
-        )
-    return position_ids.expand(*position_ids.shape[:-2], batch_size, seq_len)

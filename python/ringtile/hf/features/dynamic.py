@@ -14,17 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import Trainer
 
 from ringtile.errors import RefusedError
 from ringtile.hf import trainers
 from ringtile.hf.batch import SharedRows, main_input
 from ringtile.hf.feature import Enabled, Feature
-from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX, PADDING
+from ringtile.hf.keys import DOCUMENTS, IGNORE_INDEX
 from ringtile.hf.masks import chunks_count, mask_of_batch
 from ringtile.hf.patches import Patches
-from ringtile.hf.reading import Reading
+from ringtile.hf.reading import Reading, tensors_per_token
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.rounds import to_device
 
@@ -73,15 +72,7 @@ def join(
                 f"dynamic_context_parallel: the batch holds {num_rows} rows with {name}, which cannot be joined; "
                 f"expected tensors of tokens, or one packed row from the data collator"
             )
-    columns = {name: inputs[name] for name in {*PADDING, *reading.per_token} if inputs.get(name) is not None}
-    if "position_ids" not in columns:
-        counted = torch.arange(seq_len, device=main.device)[None] if positions is None else positions.to(main.device)
-        columns["position_ids"] = counted
-    labels = inputs.get("labels")
-    if labels is not None and not reading.shifts_labels:
-        columns["labels"] = labels
-    elif labels is not None and "shift_labels" not in columns:
-        columns["shift_labels"] = functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
+    columns = tensors_per_token(inputs, main, reading, positions)
     targets = columns.get("shift_labels" if reading.shifts_labels else "labels")
     mask = mask_of_batch(on_host, num_rows, seq_len, reading.positions_separate, reading.causal)
     held = torch.ones(num_rows, seq_len, dtype=torch.bool, device="cpu")
