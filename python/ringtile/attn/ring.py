@@ -214,9 +214,6 @@ class Keys:
     def message(self, num_keys: int, dtype: torch.dtype) -> Message:
         """Make room for keys and values of n tokens, or their gradients: k (B, n, G, D), then v (B, n, G, Dv)."""
         (batch, _, heads, k_dim), v_dim = self.k.shape, self.v.shape[3]  # a shape costs what one size does
-        if k_dim == v_dim:  # without Message's search for the largest
-            flat = self.k.new_empty((2, batch, num_keys, heads, k_dim), dtype=dtype)
-            return Message(flat, flat.unbind())
         k, v = ((batch, num_keys, heads, k_dim), dtype), ((batch, num_keys, heads, v_dim), dtype)
         return Message.empty(self.k, [k, v])
 
