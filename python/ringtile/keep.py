@@ -76,11 +76,11 @@ class Kept:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Enter the function, for the first time or again: inside, `slot` finds the slots of this call."""
-        before, _inside.kept = _inside.kept, self
+        before, inside.kept = inside.kept, self
         try:
             yield
         finally:
-            _inside.kept, self._found, self.caller = before, {}, None
+            inside.kept, self._found, self.caller = before, {}, None
 
     def slot(self, key: Hashable, num_bytes: int) -> Slot | None:
         key = (self.caller, key)
@@ -101,12 +101,7 @@ class _Inside(threading.local):
     kept: Kept | None = None
 
 
-_inside = _Inside()
-
-
-def is_inside() -> bool:
-    """Return whether this thread is in a checkpointed function that may keep something."""
-    return _inside.kept is not None
+inside = _Inside()  # .kept: of the checkpointed function that this thread is in; None: none, or it keeps nothing
 
 
 def slot(key: Hashable, num_bytes: int) -> Slot | None:
@@ -114,10 +109,10 @@ def slot(key: Hashable, num_bytes: int) -> Slot | None:
 
     key: what tells it from other calls of the same module; num_bytes: what is to be kept: the same on all ranks.
     """
-    return None if _inside.kept is None else _inside.kept.slot(key, num_bytes)
+    return None if inside.kept is None else inside.kept.slot(key, num_bytes)
 
 
 def called_by(module: object) -> None:
     """Say which module makes the calls from here on."""
-    if _inside.kept is not None:
-        _inside.kept.caller = module
+    if inside.kept is not None:
+        inside.kept.caller = module

@@ -42,7 +42,7 @@ class AsOverNccl(ProcessGroupTransport):
 
     def agree(
         self, op: str, fields: Mapping[str, HeaderValue], device: torch.device | str | None = None, **options: int
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> contextlib.AbstractContextManager[int]:
         return super().agree(op, fields, "cuda", **options)
 
     def check_device(self, device: torch.device) -> None:

@@ -16,7 +16,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -229,7 +229,7 @@ def _start(state: Running, num_tokens: list[int]) -> tuple[Running, bool]:
     num_tokens: of each part.
     """
     if state.rounded is not None and state.out.numel() == 0:
-        state = state._replace(out=torch.empty_like(state.rounded, dtype=state.out.dtype))
+        state = replace(state, out=torch.empty_like(state.rounded, dtype=state.out.dtype))
     at_once = num_tokens == [state.out.size(0) * state.out.size(1)]
     if state.fresh and not at_once:
         state.out.zero_()

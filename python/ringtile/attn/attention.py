@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ringtile import arguments, derivatives, keep, ops
+from ringtile import arguments, derivatives, keep
 from ringtile.attn import ulysses
 from ringtile.attn.call import AttentionDropout, AttentionKernel, Call, Options
 from ringtile.errors import InputError, shown
@@ -155,8 +155,8 @@ def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, r
     ):
         out, lse = RingAttention.apply(q, k, v, sinks, call, *weights)  # type: ignore[no-untyped-call]
     else:
-        out, lse, *_ = forward(call, q, k, v)
-    return (out, lse.to(ops.state_dtype(q.dtype))) if return_lse else out
+        out, lse, _ = (ulysses.forward if keep.inside.kept is None else kept_forward)(call, q, k, v)
+    return (out, lse.to(call.state_dtype)) if return_lse else out
 
 
 def is_plain(q: Tensor) -> bool:
@@ -173,28 +173,17 @@ def is_plain(q: Tensor) -> bool:
     )
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, ulysses.Saved, int, bool]:
-    """Return what `ulysses.forward` does, the number of the call, and whether what was saved is of the local tokens.
-
-    It is where ranks share heads and a checkpointed layer keeps (out, lse): those are of the local tokens too.
-    """
-    if keep.is_inside():
-        return _kept_forward(call, q, k, v)
-    return *ulysses.forward(call, q, k, v), call.transport.num_calls, False
-
-
-def _kept_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, ulysses.Saved, int, bool]:
-    """Do `forward` in a checkpointed layer, which keeps (out, lse)."""
-    heads, slot = call.plan.heads, _slot(call)
-    if slot is not None and (kept := slot.take()) is not None:
+def kept_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, ulysses.Saved]:
+    """Do `ulysses.forward` in a checkpointed layer, which keeps (out, lse): those of the local tokens."""
+    is_local, slot = call.plan.heads is not None, _slot(call)
+    if slot is None:
+        return ulysses.forward(call, q, k, v)
+    if (kept := slot.take()) is not None:
         (out, lse), number = kept
-        return out, lse, ulysses.Saved(q, k, v, out, lse), number, heads is not None
-    is_local = slot is not None and heads is not None
+        return out, lse, ulysses.Saved(q, k, v, out, lse, number, is_local)
     out, lse, saved = ulysses.forward(call.with_lse() if is_local else call, q, k, v)
-    number = call.transport.num_calls
-    if slot is not None:
-        slot.fill((out, lse), number)
-    return out, lse, ulysses.Saved(q, k, v, out, lse) if is_local else saved, number, is_local
+    slot.fill((out, lse), saved.number)
+    return out, lse, ulysses.Saved(q, k, v, out, lse, saved.number, is_local=True) if is_local else saved
 
 
 def _slot(call: Call) -> keep.Slot | None:
@@ -215,30 +204,31 @@ class RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, *weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        out, lse, saved, ctx.number, ctx.is_local = forward(call, q, k, v)
+        out, lse, saved = (ulysses.forward if keep.inside.kept is None else kept_forward)(call, q, k, v)
         rows = None if call.options.dropout is None else call.options.dropout.rows
-        ctx.save_for_backward(sinks, rows, *saved, *weights)  # rows: so that a write is noticed
-        ctx.call = call
+        ctx.save_for_backward(sinks, rows, *saved[:5], *weights)  # rows: so that a write is noticed
+        ctx.call, ctx.called = call, saved[5:]
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        transport = ctx.call.transport
-        with transport.propagate_errors("ring_attention backward"):
-            sinks, _, *kept = saved = ctx.saved_tensors
-            kept, weights = kept[:5], kept[5:]
-            call: Call = ctx.call
+        call: Call = ctx.call
+        transport = call.transport
+        try:
+            sinks, _, *kept = inputs = ctx.saved_tensors
+            saved = ulysses.Saved(*kept[:5], *ctx.called)
             if call.blocks is not None:
-                call = call.but(blocks=call.blocks.again(weights))
+                call = call.but(blocks=call.blocks.again(kept[5:]))
 
             def compute() -> tuple[Tensor | None, ...]:
-                of_sinks = sinks if ctx.needs_input_grad[3] else None
-                of_call = ulysses.Saved(*kept), dout, dlse, of_sinks, ctx.number
-                gradients = ulysses.backward(call, *of_call, is_local=ctx.is_local)
+                gradients = ulysses.backward(call, saved, dout, dlse, sinks if ctx.needs_input_grad[3] else None)
                 return *gradients, *(() if call.blocks is None else call.blocks.weight_gradients())
 
             gradients = derivatives.gradients(
-                "ring_attention", compute, dout, dlse, *saved, propagate_errors=transport.propagate_errors
+                "ring_attention", compute, dout, dlse, *inputs, propagate_errors=transport.propagate_errors
             )
+        except Exception as error:
+            transport.fail("ring_attention backward", error)
+            raise
         return *gradients[:4], None, *gradients[4:]

@@ -32,18 +32,14 @@ class Block(NamedTuple):
     options: Options  # checked
 
 
-class Running(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Running:
     """The state of a forward, into which its blocks are merged."""
 
     out: Tensor  # (B, N, H, Dv) of the state dtype; of no elements where it is fresh and rounded: nothing needs it
     lse: Tensor  # (B, H, N) float64
     fresh: bool  # no block came before, and both may be uninitialized
     rounded: Tensor | None = None  # like out, contiguous, of q's dtype: gets the merged out, and out any numbers
-
-    @property
-    def results(self) -> tuple[Tensor, Tensor]:
-        """Return out, rounded if it was, and lse."""
-        return self.out if self.rounded is None else self.rounded, self.lse
 
 
 @dataclass(frozen=True, eq=False)

@@ -201,6 +201,7 @@ class Call:
         """Return the call with some fields changed."""
         call = object.__new__(Call)
         vars(call).update(vars(self) | changes)
+        vars(call).pop("terms", None)
         return call
 
     def with_lse(self) -> Call:
@@ -218,6 +219,11 @@ class Call:
         """Return this rank's end of the group. InputError: the group is gone."""
         return self.group() or living(self.group)
 
+    @functools.cached_property
+    def state_dtype(self) -> torch.dtype:
+        return ops.state_dtype(self.shape.dtype)
+
+    @functools.cached_property
     def terms(self) -> dict[str, HeaderValue]:
         """Return the fields that all ranks must have alike."""
         fields, (*_, sinks, drop, returns_lse) = self.fields, self.options

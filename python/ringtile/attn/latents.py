@@ -127,8 +127,10 @@ class ExpandAgain(Again):
             k, v = (x.detach().requires_grad_() for x in (k, v))
             keys = _keys_of(self, call, q, k, v)
             fresh = round.planned.num_keys == k.size(1)
-            dk, dv = (ring.room(x, dq.dtype, zeros=not fresh) for x in keys)
-            rounded = (ring.room(dk, k.dtype), ring.room(dv, k.dtype)) if fresh and dq.dtype != k.dtype else None
+            dk, dv = ((ring.empty if fresh else ring.zeros)(x, dtype=dq.dtype) for x in keys)
+            rounded = None
+            if fresh and dq.dtype != k.dtype:
+                rounded = ring.empty(dk, dtype=k.dtype), ring.empty(dv, dtype=k.dtype)
             of_keys = Gradients(dq, dk, dv, fresh=fresh, rounded=rounded)
             choose.backward(call, round, q, keys[0].detach(), keys[1].detach(), final, of_keys)
             of_latents = self.differentiate(keys, rounded or (dk.to(k.dtype), dv.to(k.dtype)), (k, v))

@@ -14,6 +14,7 @@ message.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,19 +27,23 @@ from ringtile.attn.backend import Final, Gradients, Running
 from ringtile.attn.call import Call
 from ringtile.sequence.plan import Transfer
 from ringtile.sequence.rounds import Round
-from ringtile.transport.transport import Message, Transport
+from ringtile.transport.transport import Exchange, Message
+
+# Make contiguous tensors like another. They take half of what new_empty takes of the time of a small call.
+empty = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+zeros = functools.partial(torch.zeros_like, memory_format=torch.contiguous_format)
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q (B, N, H, D), k (B, N, G, D), v (B, N, G, Dv) -> out (B, N, H, Dv) of q's dtype, lse (B, H, N) in float64."""
     rounds, merge = call.rounds, choose.forward if call.blocks is None else call.blocks.forward
-    state = first_state(q, call.shape.v_head_dim, call.options.sinks, is_last=len(rounds) == 1)
-    for round, block_k, block_v in Keys(k, v, call, call.transport).blocks():
+    state = first_state(call, q, is_last=len(rounds) == 1)
+    for round, block_k, block_v in KeyExchange(k, v, call).blocks():
         if round is rounds[-1] and state.rounded is None and state.out.dtype != q.dtype:
-            state = state._replace(rounded=torch.empty_like(state.out, dtype=q.dtype))
+            state.rounded = torch.empty_like(state.out, dtype=q.dtype)
         merge(call, round, q, block_k, block_v, state)
-        state = state._replace(fresh=False)
-    return state.results
+        state.fresh = False
+    return state.out if state.rounded is None else state.rounded, state.lse
 
 
 def backward(
@@ -50,12 +55,13 @@ def backward(
     rounds_keys: False leaves dk and dv in the state dtype, for more to be added to them.
     """
     rounds, add = call.rounds, choose.backward if call.blocks is None else call.blocks.backward
-    keys, first = Keys(k, v, call, call.transport), rounds[0].planned
+    keys, first = KeyExchange(k, v, call), rounds[0].planned
     fresh = first.in_place and first.num_keys == k.size(1)  # round 0 writes all of dk and dv
-    dk, dv = room(k, dq.dtype, zeros=not fresh), room(v, dq.dtype, zeros=not fresh)
+    room = empty if fresh else zeros
+    dk, dv = room(k, dtype=dq.dtype), room(v, dtype=dq.dtype)
     rounded: tuple[Tensor, Tensor] | None = None
     if rounds_keys and fresh and len(rounds) == 1 and dq.dtype != k.dtype:
-        rounded = room(k, k.dtype), room(v, v.dtype)
+        rounded = empty(k), empty(v)
     add_returned: Callable[[Tensor, Tensor], None] | None = None
     for round, block_k, block_v in keys.blocks():
         planned = round.planned
@@ -82,9 +88,9 @@ def sink_gradient(sinks: Tensor, final: Final) -> Tensor:
     return -(weights.masked_fill(unseen[:, None], 0) * delta).sum((0, 2)).to(sinks.dtype)
 
 
-def first_state(q: Tensor, v_head_dim: int, sinks: Tensor | None, *, is_last: bool) -> Running:
+def first_state(call: Call, q: Tensor, *, is_last: bool) -> Running:
     """Return the state before a first block; is_last: which is the only one, so that it is rounded."""
-    state = ops.state_dtype(q.dtype)
+    state, sinks, v_head_dim = call.state_dtype, call.options.sinks, call.shape.v_head_dim
     if is_last and sinks is None and state != q.dtype:
         rounded, lse = empty_outputs(q, v_head_dim, q.dtype)
         return Running(q.new_empty(0, dtype=state), lse, fresh=True, rounded=rounded)
@@ -101,27 +107,20 @@ def empty_outputs(q: Tensor, v_head_dim: int, dtype: torch.dtype) -> tuple[Tenso
     batch, num_queries, num_heads, head_dim = q.shape
     lse = q.new_empty(batch, num_heads, num_queries, dtype=torch.float64)
     if v_head_dim == head_dim:
-        return room(q, dtype), lse
+        return empty(q, dtype=dtype), lse
     return q.new_empty(batch, num_queries, num_heads, v_head_dim, dtype=dtype), lse
-
-
-def room(x: Tensor, dtype: torch.dtype, *, zeros: bool = False) -> Tensor:
-    """Return a contiguous tensor of x's shape. Half of what new_empty takes of the time of a small call."""
-    like = torch.zeros_like if zeros else torch.empty_like
-    return like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 # ---- what travels -------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class Keys:
+class KeyExchange:
     """One rank's keys and values, and the way to its peers: what travels in a ring, and when."""
 
     k: Tensor  # (B, N, G, D)
     v: Tensor  # (B, N, G, Dv)
     call: Call
-    transport: Transport
     _sent: tuple[Transfer, Message] | None = None  # the last one
 
     def blocks(self) -> Iterator[tuple[Round, Tensor, Tensor]]:
@@ -132,30 +131,35 @@ class Keys:
         post their messages to each other in one order.
         """
         rounds = self.call.rounds
-        wait = self._fetch(rounds[0])
+        exchange, parts = self._fetch(rounds[0])
         for round, after in zip(rounds, [*rounds[1:], None], strict=True):
-            k, v = wait()
+            if exchange is not None:
+                exchange.wait()
+            k, v = parts[0] if len(parts) == 1 else self._joined(round, parts)
+            exchange, parts = None, []  # the memory of what was joined
             follows = after is not None and after.planned.index == round.planned.index + 1
             if after is not None and follows:
-                wait = self._fetch(after)
+                exchange, parts = self._fetch(after)
             yield round, k, v
             if after is not None and not follows:
-                wait = self._fetch(after)
+                exchange, parts = self._fetch(after)
 
-    def _fetch(self, round: Round) -> Callable[[], tuple[Tensor, ...]]:
-        """Start the exchange of a round; return a function that waits for its keys and values."""
+    def _fetch(self, round: Round) -> tuple[Exchange | None, list[Sequence[Tensor]]]:
+        """Start the exchange of a round; return it, and the keys and values that it brings, by rank."""
         plan, own, planned = self.call.plan, (self.k, self.v), round.planned
-        me = plan.rank
+        me, dtype = plan.rank, self.k.dtype
+        sends, receives, parts = {}, {}, list[Sequence[Tensor]]()
         if planned.in_place:
-            return lambda: own
-        sends, receives, parts = {}, {}, []
+            return None, [own]
         for transfer in planned.outgoing:
             if transfer.rank == me and transfer.is_head:
-                mine = tuple(x[:, : transfer.num_keys] for x in own)
+                mine = tuple([x[:, : transfer.num_keys] for x in own])
                 continue
             if self._sent is None or not _same_rows(self._sent[0], transfer):
                 self._sent = None  # the memory of the last one, before there is another
-                self._sent = transfer, self._packed(round, own, transfer)
+                message = self.message(transfer.num_keys, dtype)
+                ops.rows_pack_(own, transfer.runs, 1, message.parts, round.table(transfer))
+                self._sent = transfer, message
             message = self._sent[1]
             if transfer.rank == me:
                 mine = message.parts
@@ -165,21 +169,17 @@ class Keys:
             if transfer.rank == me:
                 parts.append(mine)
             else:
-                message = self.message(transfer.num_keys, self.k.dtype)
+                message = self.message(transfer.num_keys, dtype)
                 receives[plan.ranks[transfer.rank]] = message.flat
                 parts.append(message.parts)
-        exchange = self.transport.exchange(sends, receives, f"round {planned.index}")
+        return self.call.transport.exchange(sends, receives, f"round {planned.index}"), parts
 
-        def wait() -> tuple[Tensor, ...]:
-            exchange.wait()
-            if len(parts) == 1:
-                return parts[0]
-            block = self.message(planned.num_keys, self.k.dtype).parts
-            for transfer, part in zip(planned.incoming, parts, strict=True):
-                ops.rows_unpack_(block, transfer.runs, 1, part, round.table(transfer))
-            return block
-
-        return wait
+    def _joined(self, round: Round, parts: list[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Return the block of a round from the keys and values of several ranks, or of none."""
+        block = self.message(round.planned.num_keys, self.k.dtype).parts
+        for transfer, part in zip(round.planned.incoming, parts, strict=True):
+            ops.rows_unpack_(block, transfer.runs, 1, part, round.table(transfer))
+        return block
 
     def give_back(self, round: Round, partial: Message) -> Callable[[Tensor, Tensor], None]:
         """Start the way home of a block's gradients, and of those for the keys of this rank that others work on.
@@ -190,7 +190,10 @@ class Keys:
         me = plan.rank
         sends, receives, returned = {}, {}, []
         for transfer in planned.incoming:
-            message = partial if len(planned.incoming) == 1 else self._packed(round, partial.parts, transfer)
+            message = partial
+            if len(planned.incoming) > 1:
+                message = self.message(transfer.num_keys, dtype)
+                ops.rows_pack_(partial.parts, transfer.runs, 1, message.parts, round.table(transfer))
             if transfer.rank == me:
                 mine = message
             else:
@@ -202,7 +205,7 @@ class Keys:
                 message = self.message(transfer.num_keys, dtype)
                 receives[plan.ranks[transfer.rank]] = message.flat
                 returned.append(message.parts)
-        exchange = self.transport.exchange(sends, receives, f"the gradients of round {planned.index}")
+        exchange = self.call.transport.exchange(sends, receives, f"the gradients of round {planned.index}")
 
         def add_to(dk: Tensor, dv: Tensor) -> None:
             exchange.wait()
@@ -214,14 +217,10 @@ class Keys:
     def message(self, num_keys: int, dtype: torch.dtype) -> Message:
         """Make room for keys and values of n tokens, or their gradients: k (B, n, G, D), then v (B, n, G, Dv)."""
         (batch, _, heads, k_dim), v_dim = self.k.shape, self.v.shape[3]  # a shape costs what one size does
-        k, v = ((batch, num_keys, heads, k_dim), dtype), ((batch, num_keys, heads, v_dim), dtype)
-        return Message.empty(self.k, [k, v])
-
-    def _packed(self, round: Round, tensors: Sequence[Tensor], transfer: Transfer) -> Message:
-        """Copy the rows of a transfer out of tensors like k and v."""
-        message = self.message(transfer.num_keys, tensors[0].dtype)
-        ops.rows_pack_(tensors, transfer.runs, 1, message.parts, round.table(transfer))
-        return message
+        if k_dim == v_dim:  # two calls of torch, and not five
+            flat = self.k.new_empty((2, batch, num_keys, heads, k_dim), dtype=dtype)
+            return Message(flat, flat.unbind())
+        return Message.empty(self.k, [((batch, num_keys, heads, dim), dtype) for dim in (k_dim, v_dim)])
 
 
 def _same_rows(one: Transfer, other: Transfer) -> bool:

@@ -151,10 +151,10 @@ def _ring_attention_backward(
     dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv, dsinks (empty without sinks)."""
-    saved, sinks = ulysses.Saved(q, k, v, out, lse), given[3]
+    saved, sinks = ulysses.Saved(q, k, v, out, lse, is_local=True), given[3]
     with transport_of(given[-3]).propagate_errors("ring_attention backward"):
         call = _call(q, k, v, *given)
-        dq, dk, dv, dsinks = ulysses.backward(call, saved, dout, dlse, sinks, is_local=True)
+        dq, dk, dv, dsinks = ulysses.backward(call, saved, dout, dlse, sinks)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks
 
 

@@ -20,7 +20,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ringtile import ops
 from ringtile.attn import choose, ring
 from ringtile.attn.backend import Final
 from ringtile.attn.call import Call
@@ -30,13 +29,15 @@ from ringtile.transport.transport import ALONE, Transport
 
 
 class Saved(NamedTuple):
-    """Inputs and results of the ring, for its backward: of all local heads, or of this rank's share."""
+    """What a backward takes of a forward: inputs and results of the ring, of all local heads or this rank's share."""
 
     q: Tensor  # (B, Nq, h, D)
     k: Tensor  # (B, Nq, g, D), or, in a ring alone, latents
     v: Tensor  # (B, Nq, g, Dv), or latents
     out: Tensor  # (B, Nq, h, Dv)
     lse: Tensor  # (B, h, Nq) float64
+    number: int = 0  # of the forward's call on the group; 0: not known
+    is_local: bool = False  # of the local tokens and all heads, though ranks share heads: what these hold was not kept
 
 
 def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
@@ -45,10 +46,10 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     And what the backward takes. lse is empty where ranks share heads and the call returns none. The call was checked,
     and the sequence's scheme is resolved.
     """
-    with agreed("forward", call, q):
+    with agreed("forward", call, q) as number:
         if call.plan.heads is None:
             out, lse = ring.forward(call, q, k, v)
-            return out, lse, Saved(q, k, v, out, lse)
+            return out, lse, Saved(q, k, v, out, lse, number)
         heads = _Heads.of(call)
         out, lse = ring.empty_outputs(q, v.size(3), q.dtype)
         q, k, v = heads.of_all_tokens((q,), (k, v))
@@ -56,7 +57,7 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
             of_share = ring.forward(call.of_heads(heads.own.heads), q, *_repeated(heads.own, k, v))
         else:
             of_share = ring.empty_outputs(q, v.size(3), q.dtype)
-        saved = Saved(q, k, v, *of_share)
+        saved = Saved(q, k, v, *of_share, number)
         if call.options.returns_lse:
             heads.to_tokens((saved.out, saved.lse.mT), into=(out, lse.mT))
             return out, lse, saved
@@ -65,31 +66,21 @@ def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 def backward(
-    call: Call,
-    saved: Saved,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    sinks: Tensor | None = None,
-    forward_call: int = 0,
-    *,
-    is_local: bool = False,
+    call: Call, saved: Saved, dout: Tensor | None, dlse: Tensor | None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dq, dk, dv and dsinks from the gradients of what `forward` gave: None where nothing depends on it.
 
-    saved: from `forward`; with is_local, of the local tokens and all heads, where what the ranks share was not kept.
-    sinks: if their gradient is wanted, which is that by the queries and heads
-    that this rank works on. forward_call: the number of the forward's call on the group, which must be the same on all
-    ranks; 0: not known.
+    sinks: if their gradient is wanted, which is that by the queries and heads that this rank works on.
     """
     shape = call.shape
-    with agreed("backward", call, saved.q, forward_call, takes_dlse=dlse is not None):
+    with agreed("backward", call, saved.q, saved.number, takes_dlse=dlse is not None):
         if call.plan.heads is None:
             final = Final.of(dout, dlse, saved.out, saved.lse)
-            dq = ring.room(saved.q, ops.state_dtype(shape.dtype), zeros=True)
+            dq = ring.zeros(saved.q, dtype=call.state_dtype)
             of_keys = ring.backward(call, final, *saved[:3], dq)
             return dq.to(shape.dtype), *of_keys, None if sinks is None else ring.sink_gradient(sinks, final)
         heads = _Heads.of(call)
-        if is_local:
+        if saved.is_local:
             q, out, lse, k, v = heads.of_all_tokens((saved.q, saved.out, saved.lse.mT), (saved.k, saved.v))
             saved = Saved(q, k, v, out, lse.mT.contiguous())
         num_heads, num_kv_heads, dim, v_dim = shape[1:5]
@@ -102,7 +93,7 @@ def backward(
             upstream.append(zeros(num_heads, dtype=torch.float64) if dlse is None else dlse.mT)
         # Where a kv head is in several shares, what they find is added before it is rounded.
         adds = sum(len(share.kv_heads) for share in heads.shares) > num_kv_heads
-        dtype = ops.state_dtype(shape.dtype) if adds else shape.dtype
+        dtype = call.state_dtype if adds else shape.dtype
         dk, dv = zeros(num_kv_heads, dim, dtype=dtype), zeros(num_kv_heads, v_dim, dtype=dtype)
         dq, dsinks = zeros(num_heads, dim, dtype=shape.dtype), None if sinks is None else torch.zeros_like(sinks)
         of_dout, *of_dlse = heads.of_all_tokens(upstream)
@@ -111,7 +102,7 @@ def backward(
         if share.heads:
             final = Final.of(of_dout, of_dlse[0].mT if of_dlse else None, saved.out, saved.lse)
             k, v = _repeated(share, saved.k, saved.v)
-            of_q = ring.room(saved.q, ops.state_dtype(shape.dtype), zeros=True)
+            of_q = ring.zeros(saved.q, dtype=call.state_dtype)
             of_heads = call.of_heads(share.heads)
             of_repeated = ring.backward(of_heads, final, saved.q, k, v, of_q, rounds_keys=not adds)
             of_share = _summed(share, *of_repeated)
@@ -196,8 +187,11 @@ def agreed(
     q: Tensor,
     forward_call: int = 0,
     takes_dlse: bool = False,
-) -> AbstractContextManager[None]:
-    """Agree with the other ranks on all that must be the same, if there are others and this rank can compute."""
+) -> AbstractContextManager[int]:
+    """Agree with the other ranks, if there are any and this rank can compute, on all that must be the same.
+
+    The context is the number of the call.
+    """
     transport = call.transport
     if transport.world_size == 1:
         return ALONE
@@ -207,5 +201,5 @@ def agreed(
         step = drop.step  # not among the terms, which would be new in every step
         if drop.rows.is_cpu:
             data = zlib.crc32(str(drop.rows.tolist()).encode())
-    terms = f"ring_attention {direction}", call.terms()
+    terms = f"ring_attention {direction}", call.terms
     return transport.agree(*terms, q.device, forward_call=forward_call, data=data, step=step)

@@ -77,7 +77,7 @@ def _terms(recurrence: Recurrence) -> dict[str, HeaderValue]:
 def _slot(recurrence: Recurrence) -> keep.Slot | None:
     """Return where a checkpointed layer keeps the output."""
     sequence, out = recurrence.documents.sequence, recurrence.out.tensor
-    if not keep.is_inside():
+    if keep.inside.kept is None:
         return None
     numbers = out.size(0) * math.prod(out.shape[2:]) * -(-sequence.seq_len // sequence.world_size)
     key = recurrence.op, *sequence.digests, sequence.group_name, *_terms(recurrence).items()

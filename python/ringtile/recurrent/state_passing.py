@@ -203,7 +203,7 @@ def _slot(call: Recurrence | Halos, num_numbers: int, x: Tensor) -> keep.Slot | 
     Their bytes are those of the rank that receives most.
     """
     sequence = call.documents.sequence
-    if not keep.is_inside() or sequence.world_size == 1:
+    if keep.inside.kept is None or sequence.world_size == 1:
         return None
     of_ranks = collections.Counter[int]()
     for cut in call.documents.facts.passes:

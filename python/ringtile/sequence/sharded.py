@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from ringtile.checksum import checksum
-from ringtile.errors import InputError, PeerLostError, RefusedError, RingMismatchError, RingtileError
+from ringtile.errors import InputError, RefusedError, RingtileError
 from ringtile.scheme import Scheme, usp_of_hosts
 from ringtile.sequence.heads import HeadGroup, join
 from ringtile.sequence.layout import Layout, check_types
@@ -75,7 +75,7 @@ class ShardedSequence:
             )
         self._scheme = Scheme.parse(scheme)
         self._scheme.check(layout.world_size)
-        self.mask, self.layout = mask, layout
+        self.mask, self.layout, self.scheme = mask, layout, self._scheme.text
         self.group_name = group_name(group)
         self.rank, self.world_size = transport.rank, transport.world_size
         self.local_len = layout.local_len(self.rank)
@@ -100,10 +100,6 @@ class ShardedSequence:
     @property
     def seq_len(self) -> int:
         return self.layout.seq_len
-
-    @property
-    def scheme(self) -> str:
-        return self._scheme.text
 
     @property
     def transport(self) -> Transport:
@@ -301,8 +297,6 @@ def check_given(op: str, sequence: Any, mask: Any, layout: Any, group: Any) -> N
 
 def tell_others(op: str, error: Exception, sequence: Any, layout: Any, group: Any) -> None:
     """Tell the other ranks, who would wait for this one, why it makes no call of op: if the group is known."""
-    if isinstance(error, RingMismatchError | PeerLostError):  # which they have too
-        return
     with contextlib.suppress(RingtileError):
         if isinstance(sequence, ShardedSequence):
             transport = sequence.transport

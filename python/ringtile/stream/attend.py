@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ringtile import keep, ops
 from ringtile.attn import choose, ring, ulysses
-from ringtile.attn.attention import forward as forward_of
+from ringtile.attn.attention import kept_forward
 from ringtile.attn.backend import Final, Gradients
 from ringtile.attn.call import Call, Options, check_tensors
 from ringtile.attn.ulysses import Saved
@@ -173,9 +173,9 @@ def _call_of(q: Tensor, k: Tensor, v: Tensor, sequence: ShardedSequence, sinks: 
 
 def _forward(call: Call, round: Round, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out (B, t, H, Dv) of q's dtype, lse (B, H, t), as `ring.forward` of one round."""
-    state = ring.first_state(q, v.size(3), call.options.sinks, is_last=True)
+    state = ring.first_state(call, q, is_last=True)
     choose.forward(call, round, q, k, v, state)
-    return state.results
+    return state.out if state.rounded is None else state.rounded, state.lse
 
 
 class _Attend(torch.autograd.Function):
@@ -319,7 +319,7 @@ class WholeAttention(Whole):
 
     def forward(self, copies: HostCopies | None = None, tokens: int = 0) -> Tensor:
         call, (q, k, v) = self.call_of(*self.inputs), self.inputs[:3]
-        out, saved, self._called = forward(call, q, k, v)
+        out, saved = forward(call, q, k, v)
         if copies is not None:
             out = to_host(out, copies)
             if call.plan.heads is None:
@@ -330,7 +330,7 @@ class WholeAttention(Whole):
         return out
 
     def backward(self, dout: Tensor) -> list[Tensor | None]:
-        found = backward(self._call, self._saved, dout, *self.inputs, **self._called)
+        found = backward(self._call, self._saved, dout, *self.inputs)
         return list(found[: len(self.has_tokens)])
 
 
@@ -346,22 +346,20 @@ class WholeRecurrence(Whole):
         return list(torch.autograd.grad(self._out, self.inputs, dout, allow_unused=True))
 
 
-def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved, dict[str, Any]]:
+def forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Saved]:
     """`ring_attention`, without a graph: out, and what its backward takes."""
     with call.transport.propagate_errors("ring_attention forward"):
         call.transport.check_device(q.device)
-        out, _, saved, number, is_local = forward_of(call, q, k, v)
-    return out, saved, {"forward_call": number, "is_local": is_local}
+        out, _, saved = kept_forward(call, q, k, v)
+    return out, saved
 
 
-def backward(
-    call: Call, saved: Saved, dout: Tensor, sinks: Tensor | None = None, *, forward_call: int, is_local: bool
-) -> tuple[Tensor | None, ...]:
+def backward(call: Call, saved: Saved, dout: Tensor, sinks: Tensor | None = None) -> tuple[Tensor | None, ...]:
     with call.transport.propagate_errors("ring_attention backward"):
-        q, k, v, out, lse = saved
+        q, k, v, out, lse = saved[:5]
         if not isinstance(q, HostTensor):
-            return ulysses.backward(call, saved, dout, None, sinks, forward_call, is_local=is_local)
-        with ulysses.agreed("backward", call, q, forward_call):
+            return ulysses.backward(call, saved, dout, None, sinks)
+        with ulysses.agreed("backward", call, q, saved.number):
             final = Final.of(dout, None, out, lse)
             chunks, unused = _Chunks(q, final), q.new_zeros(0, dtype=ops.state_dtype(q.dtype))
             of_keys = ring.backward(call.but(blocks=chunks), final, q, k, v, unused)

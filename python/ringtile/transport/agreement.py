@@ -158,14 +158,14 @@ class Headers:
         deadline, has_asked = 0.0, False  # 0.0: it has not waited yet
         while self._open:
             arrived = self._read(all_neighbors=deadline > 0.0)
-            missing = [peer for peer in self._neighbors if self._left[peer] == len(self._open)]
-            if not missing:
+            if len(self._open) not in self._left.values():
                 self._asked, sent = False, self._open.popleft()
                 if sent.others:
                     raise self._mismatch(sent, min(sent.others))
             elif not arrived:
                 if not wait:
                     return
+                missing = [peer for peer in self._neighbors if self._left[peer] == len(self._open)]
                 deadline = deadline or time.monotonic() + self._channel.timeout_seconds
                 listening = [peer for peer in self._neighbors if peer not in self._next]
                 is_asked = self._asked and not has_asked

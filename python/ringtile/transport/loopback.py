@@ -70,7 +70,8 @@ class _Arrival(NamedTuple):
     def wait(self) -> None:
         state, sender = self.state, self.key[0]
         with state.changed:
-            state.changed.wait_for(lambda: self.key in state.sent or sender in state.gone, state.timeout_seconds)
+            if self.key not in state.sent:
+                state.changed.wait_for(lambda: self.key in state.sent or sender in state.gone, state.timeout_seconds)
             if self.key not in state.sent:
                 raise RuntimeError(_GONE if sender in state.gone else f"nothing came for {state.timeout_seconds:g} s")
             sent, made = state.sent.pop(self.key)

@@ -29,7 +29,7 @@ from ringtile.errors import InputError, PeerLostError, RefusedError, RingMismatc
 from ringtile.transport.agreement import FIRST_PAYLOAD_TAG, Headers, HeaderValue, PeerGoneError, Terms, in_header
 from ringtile.transport.failures import FailureDetector, Loss
 
-ALONE = contextlib.nullcontext()  # of one rank, which has nobody to agree with or to tell
+ALONE = contextlib.nullcontext(0)  # the calls of one rank, which has nobody to agree with
 
 
 class Work(Protocol):
@@ -61,7 +61,8 @@ class Exchange:
         # Costs nothing where nobody profiles.
         profiled = torch._C._autograd._profiler_enabled()
         with torch.profiler.record_function("ringtile::wait") if profiled else contextlib.nullcontext():
-            transport.compare_headers()
+            if transport._behind:
+                transport.compare_headers()
             began = time.perf_counter()
             for peers, work in self.works:
                 try:
@@ -116,11 +117,11 @@ class Transport(abc.ABC):
         forward_call: int = 0,
         data: int = 0,
         step: int = 0,
-    ) -> Iterator[None]:
+    ) -> Iterator[int]:
         """Make one call, in which all ranks take part: agree on op and fields, then exchange payloads in the body.
 
         device: where the payloads are; None: there are none. forward_call, data, step: as in `Terms.header`. See
-        agreement.py for who waits for whom.
+        agreement.py for who waits for whom. The context is the number of the call, 0 for one rank.
 
         RingMismatchError leaves the group usable, except on a GPU after terms that were agreed on, where messages of
         NCCL may be under way. Any other failure breaks the group: this rank hangs up, so that no peer waits for it, and
@@ -128,7 +129,7 @@ class Transport(abc.ABC):
         `check_device` raises.
         """
         if self.world_size == 1:
-            yield
+            yield 0
             return
         self._check_process_and_thread(op)
         if device is not None:
@@ -157,8 +158,9 @@ class Transport(abc.ABC):
                     self._open(device)
             elif runs_ahead:
                 self.compare_headers(wait=False)
-            yield
-            self.compare_headers()
+            yield self.num_calls
+            if self._behind:
+                self.compare_headers()
 
     @contextlib.contextmanager
     def _numbered(self, op: str) -> Iterator[None]:
@@ -263,25 +265,22 @@ class Transport(abc.ABC):
         """Tell the others, in place of the header of a call, why this rank does not make it, and wait for none.
 
         Those that make a call raise RingMismatchError with the reason; without it they would wait until this rank ends.
-        Ranks that refuse together go on together. An error is told once.
+        Ranks that refuse together go on together. An error is told once, and not if the others have it too.
         """
         if self.world_size == 1 or os.getpid() != self._pid or _PROPAGATED in reason.__dict__:
+            return
+        if isinstance(reason, RingMismatchError | PeerLostError):
             return
         reason.__dict__[_PROPAGATED] = True
         said = in_header(f"{op}, refused: {reason}")
         with contextlib.suppress(RingtileError), self._numbered(said):
             self._send_header(Terms(said, "cpu", {}).header(self.num_calls), refused=True)
 
-    def propagate_errors(self, op: str) -> contextlib.AbstractContextManager[None]:
-        """Tell the others of any error in the body, which is what a call of op does before its first message."""
-        return ALONE if self.world_size == 1 else self._telling(op)
-
     @contextlib.contextmanager
-    def _telling(self, op: str) -> Iterator[None]:
+    def propagate_errors(self, op: str) -> Iterator[None]:
+        """Tell the others of any error in the body, which is what a call of op does before its first message."""
         try:
             yield
-        except (RingMismatchError, PeerLostError):  # which the others have too
-            raise
         except Exception as error:
             self.fail(op, error)
             raise
@@ -292,7 +291,10 @@ class Transport(abc.ABC):
         Both sides must post messages between them in the same order. An empty tensor does not travel. `what` says
         in errors where this is, as in "round 2".
         """
-        messages = [(peer, tensor, False) for peer, tensor in receives.items() if tensor.numel()]
+        messages: Messages = []
+        for peer, tensor in receives.items():
+            if tensor.numel():
+                messages.append((peer, tensor, False))
         for peer, tensor in sends.items():
             if tensor.numel():
                 messages.append((peer, tensor, True))
@@ -392,10 +394,6 @@ class Message(NamedTuple):
     @classmethod
     def empty(cls, like: Tensor, tensors: Sequence[Kind]) -> Message:
         """Make uninitialized tensors, on the device of like."""
-        if tensors and tensors.count(tensors[0]) == len(tensors):  # two calls of torch, and not five
-            shape, dtype = tensors[0]
-            flat = like.new_empty((len(tensors), *shape), dtype=dtype)
-            return cls(flat, flat.unbind())
         order = sorted(range(len(tensors)), key=lambda i: -tensors[i][1].itemsize)  # so that each is aligned
         sizes = [math.prod(tensors[i][0]) * tensors[i][1].itemsize for i in order]
         flat = like.new_empty(sum(sizes), dtype=torch.uint8)
