@@ -35,9 +35,8 @@ from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block, Final, Gradients, Ringtile
 from ringtile.cli import doctor
 from ringtile.sequence.layout import CHUNKS_PER_RANK
-from ringtile.sequence.pieces import Piece, find_pieces, packs, squares
-from ringtile.sequence.plan import RankPlan
-from ringtile.sequence.rounds import Round
+from ringtile.sequence.pieces import Piece, packs, squares
+from ringtile.sequence.plan import RankPlan, Round
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import any_masks, dense, layouts
 from torch import Tensor
@@ -103,11 +102,11 @@ def test_pieces_squares_and_packs_are_the_mask(data: st.DataObject) -> None:
     for rank in range(world_size):
         plan = RankPlan.of(mask, layout, rank)
         for round in plan.rounds:
-            at = layout.positions(rank)
-            found = find_pieces(plan.begin, plan.end, round.k_runs, round.key_bounds, at)
+            found = round.pieces
             if found is None:
                 continue
-            num_queries = plan.begin.size(1)
+            at = layout.positions(rank)
+            num_queries = at.numel()
             num_rows = max([num_queries, round.num_keys])
             attends = dense(mask)[:, at]
             nothing = torch.zeros(num_queries, num_rows, dtype=torch.int64)
@@ -131,9 +130,8 @@ def test_common_masks_take_few_pieces(mask: str, most: int, layout: str) -> None
         layout_of = Layout.named(layout, 48, 4)
         plan = RankPlan.of(MASKS[mask], layout_of, rank)
         for round in plan.rounds:
-            found = find_pieces(plan.begin, plan.end, round.k_runs, round.key_bounds, layout_of.positions(rank))
-            assert found is not None
-            assert len(found[0]) <= most
+            assert round.pieces is not None
+            assert len(round.pieces[0]) <= most
 
 
 # ---- auto ---------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from ringtile.attn import aten, choose
 from ringtile.attn.backend import Block, Running, misaligned, why_slow
 from ringtile.attn.call import Options
 from ringtile.sequence.plan import RankPlan
-from ringtile.sequence.rounds import Round
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -30,7 +29,7 @@ class OnGpu(Tensor):
 def a_block(dtype: torch.dtype = torch.bfloat16, head_dim: int = 64, v_head_dim: int | None = None) -> Block:
     plan = RankPlan.of(IntervalMask.causal(8), Layout.contiguous(8, 1), 0)
     q, k, v = (torch.zeros(1, 8, 2, dim, dtype=dtype) for dim in (head_dim, head_dim, v_head_dim or head_dim))
-    return Block(OnGpu(q), k, v, Round.all_of(plan, CPU)[0], Options(0.25))
+    return Block(OnGpu(q), k, v, plan.on(CPU)[0], Options(0.25))
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def test_cudnn_takes_no_packed_documents() -> None:
     reasons = {}
     for name in ("causal", "documents"):
         plan = RankPlan.of(MASKS[name], Layout.contiguous(48, 1), 0)
-        reasons[name] = cudnn.lacks(Block(p.q, p.k, p.v, Round.all_of(plan, p.q.device)[0], Options(0.25)))
+        reasons[name] = cudnn.lacks(Block(p.q, p.k, p.v, plan.on(p.q.device)[0], Options(0.25)))
     assert reasons["causal"] == ""
     assert reasons["documents"].endswith("times for a block's mask, more than 2 times")
 

@@ -17,7 +17,7 @@ from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Backend, Block
 from ringtile.attn.call import Options
 from ringtile.cli import doctor
-from ringtile.sequence.rounds import DeviceTensors, Round
+from ringtile.sequence.plan import DeviceTensors, Round
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 # find_spec("ringtile._cuda"), or the CUDA of a binary that loads; torch.version.cuda, torch.cuda.is_available()

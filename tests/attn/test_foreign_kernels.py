@@ -19,7 +19,6 @@ from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block
 from ringtile.attn.call import Call, Options
 from ringtile.sequence.plan import RankPlan, Shape
-from ringtile.sequence.rounds import Round
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -99,7 +98,7 @@ def test_an_error_after_a_part_was_added_goes_on(monkeypatch: pytest.MonkeyPatch
     doomed = fails(OfItsOwnError("of the second square"), second)
     plan = RankPlan.of(IntervalMask.sliding_window(48, 9), Layout.contiguous(48, 1), 0)
     p = problem(v_head_dim=16, dtype=torch.float32)
-    block = Block(p.q, p.k, p.v, Round.all_of(plan, CPU)[0], Options(0.25))
+    block = Block(p.q, p.k, p.v, plan.on(CPU)[0], Options(0.25))
     assert len(block.round.squares) > 1
     state = torch.zeros(p.q.shape), torch.zeros(*p.q.shape[:1], p.q.size(2), p.q.size(1), dtype=torch.float64)
     versions = choose._versions(state)
@@ -148,7 +147,7 @@ def test_cudnn_gets_lengths_that_it_is_right_for(num_tokens: int, right: bool) -
     cudnn = aten.ATEN["cuda"][2]
     plan = RankPlan.of(IntervalMask.causal(num_tokens), Layout.contiguous(num_tokens, 1), 0)
     x = torch.zeros(1, num_tokens, 2, 64, dtype=torch.bfloat16)
-    reason = cudnn.lacks(Block(x, x, x, Round.all_of(plan, CPU)[0], Options(0.25)))
+    reason = cudnn.lacks(Block(x, x, x, plan.on(CPU)[0], Options(0.25)))
     assert reason == ("" if right else "takes lengths that are multiples of 128")
 
 
@@ -205,11 +204,11 @@ def test_a_round_of_zigzag_is_one_call_besides_the_kernels(rank: int, monkeypatc
             return torch.zeros_like(q), torch.zeros(q.shape[1::-1])
 
     monkeypatch.setattr(aten, "_flash_functions", lambda library: aten._FlashFunctions(attend, attend))
-    rounds = Round.all_of(RankPlan.of(IntervalMask.causal(128), Layout.zigzag(128, 2), rank), CPU)
+    rounds = RankPlan.of(IntervalMask.causal(128), Layout.zigzag(128, 2), rank).on(CPU)
     p = problem(seq_len=64, dtype=torch.bfloat16)
     out, lse = torch.zeros(p.q.shape), torch.zeros(1, 4, 64, dtype=torch.float64)
     for i, round in enumerate(rounds):
-        keys = p.k[:, : round.planned.num_keys]
+        keys = p.k[:, : round.num_keys]
         (pack,) = round.packs(p.q, keys)
         state = choose.Running(out, lse, fresh=i == 0, rounded=torch.empty_like(p.q) if i and rank else None)
         with Calls() as calls:

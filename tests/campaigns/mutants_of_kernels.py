@@ -109,9 +109,9 @@ MUTANTS = [
     ),
     Mutant(
         "dropout: queries at their local places",
-        "python/ringtile/sequence/rounds.py",
-        "DeviceTensors(device, plan.positions)",
-        "DeviceTensors(device, torch.arange(plan.positions.numel()))",
+        "python/ringtile/sequence/plan.py",
+        "DeviceTensors(_CPU, positions)",
+        "DeviceTensors(_CPU, torch.arange(positions.numel()))",
         "tests/attn/test_attention_table.py -k cells",
     ),
     Mutant(

@@ -17,7 +17,7 @@ MUTANTS = [
         "peers: a ring's backward reads the keys of another round",
         "python/ringtile/attn/ring.py",
         "add(call, round, q, block_k, block_v, final, grads)",
-        "add(call, round, q, block_k, block_k if planned.index else block_v, final, grads)",
+        "add(call, round, q, block_k, block_k if round.index else block_v, final, grads)",
         "tests/attn/test_attention_table.py -k cells",
         source="huggingface/diffusers#14265",
         case="causal",

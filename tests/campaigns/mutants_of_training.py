@@ -16,7 +16,7 @@ MUTANTS = [
     Mutant(
         "ring: messages behind an idle round start too early",
         "python/ringtile/attn/ring.py",
-        "follows = after is not None and after.planned.index == round.planned.index + 1",
+        "follows = after is not None and after.index == round.index + 1",
         "follows = after is not None",
         "tests/attn/test_attention_table.py -k cells",
     ),

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from ringtile import IntervalMask, Layout, ops
-from ringtile.sequence.pieces import find_pieces
 from ringtile.sequence.plan import RankPlan
 
 
@@ -56,7 +55,7 @@ def batch_of_documents(count: int) -> Callable[[], object]:
         mask = IntervalMask.documents([100] * count)
         plan = RankPlan.of(mask, Layout.of_mask("per_document", mask, 4), 1)
         for each in plan.rounds:
-            assert find_pieces(plan.begin, plan.end, each.k_runs)
+            assert each.pieces
 
     return make
 

@@ -10,9 +10,8 @@ from typing import ClassVar
 import pytest
 import torch
 from ringtile import IntervalMask, Layout, RefusedError, ShardedSequence, ops
-from ringtile.sequence import rounds
+from ringtile.sequence import plan
 from ringtile.sequence.plan import Transfer
-from ringtile.sequence.rounds import Round
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -41,7 +40,7 @@ class FakeGpu:
     def mask_of(self, sequence: ShardedSequence) -> tuple[Tensor, Tensor]:
         assert sequence.plan  # made of real tensors
         with self.mode:
-            begin, end = Round.all_of(sequence.plan, GPU)[0].bounds.read()
+            begin, end = sequence.plan.on(GPU)[0].bounds.read()
             return begin, end
 
 
@@ -52,7 +51,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.captures)
     monkeypatch.setattr(Tensor, "record_stream", lambda x, stream: fake.recorded.append((id(x), stream)))
     monkeypatch.setattr(Tensor, "pin_memory", lambda x: x)  # of which a CPU build has none
-    monkeypatch.setattr(rounds, "_in_graphs", {})
+    monkeypatch.setattr(plan, "_in_graphs", {})
     monkeypatch.setattr(Stream, "waits", [])
     return fake
 
@@ -88,7 +87,7 @@ def test_a_mask_goes_with_its_sequence_but_not_from_under_a_graph(gpu: FakeGpu) 
     del eager, captured
     gc.collect()
     assert [[ref() is not None for ref in refs] for refs in tensors] == [[False] * 2, [True] * 2]
-    assert len(rounds._in_graphs) == 1  # however many calls were captured
+    assert len(plan._in_graphs) == 1  # however many calls were captured
 
 
 def test_packs_of_pieces_are_kept_as_the_mask_is(gpu: FakeGpu) -> None:
@@ -96,7 +95,7 @@ def test_packs_of_pieces_are_kept_as_the_mask_is(gpu: FakeGpu) -> None:
     one = sequence()
     assert one.plan  # made of real tensors
     with gpu.mode:
-        (mask,) = Round.all_of(one.plan, GPU)
+        (mask,) = one.plan.on(GPU)
     assert mask.pieces is not None
     with gpu.mode:
         q = torch.empty(1, 40, 2, 8, device=GPU)
@@ -121,7 +120,7 @@ def test_runs_of_a_transfer_are_there_where_a_launch_takes_no_more(gpu: FakeGpu)
     assert one.plan  # made of real tensors
     runs = ops.runs_tensor([(2 * row, 1, row, 1) for row in range(few + 1)])
     with gpu.mode:
-        (round,) = Round.all_of(one.plan, GPU)
+        (round,) = one.plan.on(GPU)
         assert round.table(Transfer(1, runs[:few], few, False)) is None
         transfer = Transfer(1, runs, few + 1, False)
         table = round.table(transfer)
@@ -136,9 +135,9 @@ def test_positions_are_copied_once(gpu: FakeGpu) -> None:
     one = sequence()
     assert one.plan  # made of real tensors
     with gpu.mode:
-        positions = Round.all_of(one.plan, GPU)[0].positions.read()[0]
+        positions = one.plan.on(GPU)[0].positions.read()[0]
         gpu.stream = "a second"
-        assert Round.all_of(one.plan, GPU)[0].positions.read()[0] is positions
+        assert one.plan.on(GPU)[0].positions.read()[0] is positions
     assert positions.device == GPU
     assert (gpu.recorded, Stream.waits) == ([(id(positions), "a second")], [("a second", "the first stream")])
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringtile import ops
 from ringtile.attn.call import Options
-from ringtile.sequence.rounds import Round
+from ringtile.sequence.plan import Round
 
 
 class Block(NamedTuple):

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
 from ringtile.scheme import Share, shares_of
-from ringtile.sequence.plan import RankPlan, Shape
-from ringtile.sequence.rounds import Round
+from ringtile.sequence.plan import RankPlan, Round, Shape
 from ringtile.sequence.sharded import ShardedSequence, living
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.transport import Transport
@@ -211,7 +210,7 @@ class Call:
     @functools.cached_property
     def rounds(self) -> tuple[Round, ...]:
         """Return the rounds on the device of q, without idle ones."""
-        rounds, size = Round.all_of(self.plan, self.device), self.local_len
+        rounds, size = self.plan.on(self.device), self.local_len
         return rounds if self.of_last is None else tuple(x.of_queries(slice(size - self.of_last, size)) for x in rounds)
 
     @property

@@ -25,7 +25,7 @@ from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Ru
 from ringtile.attn.call import Call, unwritten_keys
 from ringtile.attn.self_test import mark_wrong, why_wrong
 from ringtile.errors import InputError, RefusedError
-from ringtile.sequence.rounds import Round
+from ringtile.sequence.plan import Round
 
 RINGTILE: Backend = Ringtile()
 

@@ -18,8 +18,7 @@ from ringtile.attn import choose, ring
 from ringtile.attn.backend import Final, Gradients, Running
 from ringtile.attn.call import Call, Options, check, check_tensors, unwritten_keys
 from ringtile.errors import InputError
-from ringtile.sequence.plan import Shape
-from ringtile.sequence.rounds import Round
+from ringtile.sequence.plan import Round, Shape
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.replay import Again, Replay
 from ringtile.tiled.weight_grad import round_grad_sums
@@ -126,7 +125,7 @@ class ExpandAgain(Again):
         if k.size(1) > 0:
             k, v = (x.detach().requires_grad_() for x in (k, v))
             keys = _keys_of(self, call, q, k, v)
-            fresh = round.planned.num_keys == k.size(1)
+            fresh = round.num_keys == k.size(1)
             dk, dv = ((ring.empty if fresh else ring.zeros)(x, dtype=dq.dtype) for x in keys)
             rounded = None
             if fresh and dq.dtype != k.dtype:

@@ -25,8 +25,7 @@ from ringtile import ops
 from ringtile.attn import choose
 from ringtile.attn.backend import Final, Gradients, Running
 from ringtile.attn.call import Call
-from ringtile.sequence.plan import Transfer
-from ringtile.sequence.rounds import Round
+from ringtile.sequence.plan import Round, Transfer
 from ringtile.transport.transport import Exchange, Message
 
 # Make contiguous tensors like another. They take half of what new_empty takes of the time of a small call.
@@ -55,7 +54,7 @@ def backward(
     rounds_keys: False leaves dk and dv in the state dtype, for more to be added to them.
     """
     rounds, add = call.rounds, choose.backward if call.blocks is None else call.blocks.backward
-    keys, first = KeyExchange(k, v, call), rounds[0].planned
+    keys, first = KeyExchange(k, v, call), rounds[0]
     fresh = first.in_place and first.num_keys == k.size(1)  # round 0 writes all of dk and dv
     room = empty if fresh else zeros
     dk, dv = room(k, dtype=dq.dtype), room(v, dtype=dq.dtype)
@@ -64,8 +63,7 @@ def backward(
         rounded = empty(k), empty(v)
     add_returned: Callable[[Tensor, Tensor], None] | None = None
     for round, block_k, block_v in keys.blocks():
-        planned = round.planned
-        partial = None if planned.in_place else keys.message(planned.num_keys, dq.dtype)
+        partial = None if round.in_place else keys.message(round.num_keys, dq.dtype)
         block_dk, block_dv = (dk, dv) if partial is None else partial.parts
         grads = Gradients(dq, block_dk, block_dv, fresh=fresh or partial is not None, rounded=rounded)
         add(call, round, q, block_k, block_v, final, grads)
@@ -137,7 +135,7 @@ class KeyExchange:
                 exchange.wait()
             k, v = parts[0] if len(parts) == 1 else self._joined(round, parts)
             exchange, parts = None, []  # the memory of what was joined
-            follows = after is not None and after.planned.index == round.planned.index + 1
+            follows = after is not None and after.index == round.index + 1
             if after is not None and follows:
                 exchange, parts = self._fetch(after)
             yield round, k, v
@@ -146,12 +144,12 @@ class KeyExchange:
 
     def _fetch(self, round: Round) -> tuple[Exchange | None, list[Sequence[Tensor]]]:
         """Start the exchange of a round; return it, and the keys and values that it brings, by rank."""
-        plan, own, planned = self.call.plan, (self.k, self.v), round.planned
-        me, dtype = plan.rank, self.k.dtype
+        plan, own, dtype = self.call.plan, (self.k, self.v), self.k.dtype
+        me = plan.rank
         sends, receives, parts = {}, {}, list[Sequence[Tensor]]()
-        if planned.in_place:
+        if round.in_place:
             return None, [own]
-        for transfer in planned.outgoing:
+        for transfer in round.outgoing:
             if transfer.rank == me and transfer.is_head:
                 mine = tuple([x[:, : transfer.num_keys] for x in own])
                 continue
@@ -165,19 +163,19 @@ class KeyExchange:
                 mine = message.parts
             else:
                 sends[plan.ranks[transfer.rank]] = message.flat
-        for transfer in planned.incoming:
+        for transfer in round.incoming:
             if transfer.rank == me:
                 parts.append(mine)
             else:
                 message = self.message(transfer.num_keys, dtype)
                 receives[plan.ranks[transfer.rank]] = message.flat
                 parts.append(message.parts)
-        return self.call.transport.exchange(sends, receives, f"round {planned.index}"), parts
+        return self.call.transport.exchange(sends, receives, f"round {round.index}"), parts
 
     def _joined(self, round: Round, parts: list[Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return the block of a round from the keys and values of several ranks, or of none."""
-        block = self.message(round.planned.num_keys, self.k.dtype).parts
-        for transfer, part in zip(round.planned.incoming, parts, strict=True):
+        block = self.message(round.num_keys, self.k.dtype).parts
+        for transfer, part in zip(round.incoming, parts, strict=True):
             ops.rows_unpack_(block, transfer.runs, 1, part, round.table(transfer))
         return block
 
@@ -186,30 +184,30 @@ class KeyExchange:
 
         Return a function that waits for these and adds them to dk and dv in the order of ranks, whatever arrives first.
         """
-        plan, planned, dtype = self.call.plan, round.planned, partial.parts[0].dtype
+        plan, dtype = self.call.plan, partial.parts[0].dtype
         me = plan.rank
         sends, receives, returned = {}, {}, []
-        for transfer in planned.incoming:
+        for transfer in round.incoming:
             message = partial
-            if len(planned.incoming) > 1:
+            if len(round.incoming) > 1:
                 message = self.message(transfer.num_keys, dtype)
                 ops.rows_pack_(partial.parts, transfer.runs, 1, message.parts, round.table(transfer))
             if transfer.rank == me:
                 mine = message
             else:
                 sends[plan.ranks[transfer.rank]] = message.flat
-        for transfer in planned.outgoing:
+        for transfer in round.outgoing:
             if transfer.rank == me:
                 returned.append(mine.parts)
             else:
                 message = self.message(transfer.num_keys, dtype)
                 receives[plan.ranks[transfer.rank]] = message.flat
                 returned.append(message.parts)
-        exchange = self.call.transport.exchange(sends, receives, f"the gradients of round {planned.index}")
+        exchange = self.call.transport.exchange(sends, receives, f"the gradients of round {round.index}")
 
         def add_to(dk: Tensor, dv: Tensor) -> None:
             exchange.wait()
-            for transfer, parts in zip(planned.outgoing, returned, strict=True):
+            for transfer, parts in zip(round.outgoing, returned, strict=True):
                 ops.rows_add_((dk, dv), transfer.runs, 1, parts, round.table(transfer))
 
         return add_to

@@ -22,7 +22,7 @@ from torch import Tensor
 from ringtile import ops, self_test
 from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Running
 from ringtile.attn.call import AttentionDropout, Options
-from ringtile.sequence.rounds import DeviceTensors, Round
+from ringtile.sequence.plan import DeviceTensors, Round
 from ringtile.torch_ops import random_words
 
 
@@ -111,8 +111,9 @@ def run_case(backend: Backend, device: torch.device, case: Case, sizes: Sizes = 
     queries = DeviceTensors(device, begin.int()[None].cpu(), end.int()[None].cpu()), DeviceTensors(device, at.cpu())
     blocks = []
     for part in parts:
-        bounds = tuple(x.int()[None, part].cpu() for x in (0 * at, until)) * case.two_sides
-        round = Round(*queries, ops.runs_tensor([(part.start, 1, 0, part.stop - part.start)]), bounds)
+        of_keys = DeviceTensors(device, *(x.int()[None, part].cpu() for x in (0 * at, until)))
+        runs = ops.runs_tensor([(part.start, 1, 0, part.stop - part.start)])
+        round = Round(*queries, runs, of_keys if case.two_sides else None)
         blocks.append(Block(q, k[:, part], v[:, part], round, Options(case.head_dim**-0.5, dropout=dropped)))
     lse = torch.empty(1, q.size(2), n, dtype=torch.float64, device=device)
     out, rounded = (torch.empty(dout.shape, dtype=x, device=device) for x in (state, dtype))

@@ -25,7 +25,7 @@ from ringtile.errors import RefusedError
 from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.layers import LayerMask
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.rounds import to_device
+from ringtile.sequence.plan import to_device
 from ringtile.sequence.sharded import ShardedSequence
 
 

@@ -37,7 +37,7 @@ from ringtile.hf.trainers import needs_full_sequences, shares_rows
 from ringtile.hf.written import Written
 from ringtile.sequence.layout import PADDED_LIKE, Layout, resolved
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.rounds import to_device
+from ringtile.sequence.plan import to_device
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.tiles import tile_limit
 from ringtile.transport.groups import Group, transport_of

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ringtile.sequence.rounds import DeviceTensors
+from ringtile.sequence.plan import DeviceTensors
 
 CHUNK = 64  # tokens that fla computes at once
 

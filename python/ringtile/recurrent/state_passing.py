@@ -26,7 +26,7 @@ from ringtile import derivatives, keep, ops
 from ringtile.recurrent.documents import Documents, Stretch
 from ringtile.recurrent.recurrence import Recurrence, agreed
 from ringtile.recurrent.shares import shares_in_time
-from ringtile.sequence.rounds import to_device
+from ringtile.sequence.plan import to_device
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.transport import Exchange, Transport
 

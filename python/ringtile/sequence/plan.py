@@ -4,25 +4,33 @@ Round i of the ring: rank r works on the keys of rank (r - i) mod W, or, at once
 Only needed keys travel, straight from their owner; in the backward the partial dk, dv travel straight back. Where ranks
 share heads (heads.py), the ring is one of groups: each has the tokens of its ranks.
 
-Shape letters: B batch, Bm mask rows (B or 1), S global tokens, N local tokens, H query heads, G kv heads, D head dim,
-Dv value head dim, W ranks, R runs.
+A round is on a device, with its mask, and in the pieces that libraries' kernels take. Copies of masks are kept alive
+until every stream and CUDA graph that reads them is done.
+
+Shape letters: B batch, Bm mask rows (B or 1), S global tokens, N local tokens, K keys of a block, H query heads, G kv
+heads, D head dim, Dv value head dim, W ranks, R runs.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ringtile import ops
+from ringtile.errors import RefusedError
 from ringtile.scheme import Scheme, candidates, shares_of
 from ringtile.sequence.heads import HeadGroup, join
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
+from ringtile.sequence.pieces import Pack, Piece, Square, find_pieces, packs, squares
+
+_CPU = torch.device("cpu")
 
 
 class Shape(NamedTuple):
@@ -42,6 +50,69 @@ class Shape(NamedTuple):
         return cls(batch, num_heads, k.shape[2], head_dim, v.shape[3], q.dtype)
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a CPU tensor to a device. For a copy to a GPU from memory that is not pinned, the host would wait.
+
+    torch uses pinned memory again only when the copy was made. On the current stream: another one has to wait for it.
+    """
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+class DeviceTensors:
+    """CPU tensors, copied to a device when they are first read; on a CPU, the tensors themselves.
+
+    It may go while kernels that read it are still to run, on any stream: the allocator gives freed memory to the stream
+    that it was allocated on at once, and on others waits for what they have been given to do if it knows of them.
+
+    A CUDA graph reads the same memory again in every replay, and nothing tells when the last one was. So what a graph
+    was captured with is never freed. For masks that adds 8 bytes a token for each sequence that graphs are captured
+    with, a small part of the queries and outputs of the same tokens that every such graph holds.
+    """
+
+    def __init__(self, device: torch.device, *host: Tensor) -> None:
+        self.device, self.host, self._is_cuda = device, host, device.type == "cuda"
+        self._there: tuple[Tensor, ...] | None = host if device.type == "cpu" else None
+
+    def on(self, device: torch.device) -> DeviceTensors:
+        """Return the same tensors, for another device."""
+        return self if device == self.device else DeviceTensors(device, *self.host)
+
+    def read(self) -> tuple[Tensor, ...]:
+        """Return the tensors there, for kernels that the caller launches on the current stream.
+
+        RefusedError where that stream captures a CUDA graph, and they are not there yet.
+        """
+        if self._there is None:
+            self._there = self._copied()
+        elif self._is_cuda:  # asking a device for its type costs as much as the rest on a CPU
+            stream = torch.cuda.current_stream(self.device)
+            captures = torch.cuda.is_current_stream_capturing()
+            if stream not in self._streams:
+                if not captures:  # before a capture torch waits for the device
+                    stream.wait_event(self._event)
+                for x in self._there:
+                    x.record_stream(stream)
+                self._streams.add(stream)
+            if captures:
+                _in_graphs.setdefault(id(self), self)
+        return self._there
+
+    def _copied(self) -> tuple[Tensor, ...]:
+        if self._is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RefusedError(
+                f"the mask of this sequence is not on {self.device} yet, and cannot be copied there while a CUDA graph "
+                f"is captured; make the same call once before the capture"
+            )
+        there = tuple(to_device(x, self.device) for x in self.host)
+        if self._is_cuda:
+            stream = torch.cuda.current_stream(self.device)
+            self._streams, self._event = {stream}, stream.record_event()  # those that the allocator knows of
+        return there
+
+
+_in_graphs: dict[int, DeviceTensors] = {}  # by id; for the life of the process
+
+
 @dataclass(frozen=True, eq=False)
 class Transfer:
     """Keys of one rank that another one works on in a round."""
@@ -52,23 +123,79 @@ class Transfer:
     is_head: bool  # whether they are the first rows of the block, or of k, in order
 
 
-@dataclass(frozen=True, eq=False)
-class PlannedRound:
-    """The part of one rank in one round. This rank may be among the others, where its keys are part of a block."""
+@dataclass(eq=False)
+class Round:
+    """The part of one rank in one round, on one device; the same for all calls with one plan.
 
-    index: int
+    This rank may be among the others, where its keys are part of a block. Nothing travels of a round without a plan.
+    """
+
+    bounds: DeviceTensors  # int32 (Bm, N): begin and end of the queries
+    positions: DeviceTensors  # int64 (N): of the queries; few kernels read them
     k_runs: Tensor  # int64 CPU (R, 4): positions of the keys; local_begin = row of the block
-    num_keys: int
-    num_pairs: int  # unmasked (query, key) pairs, summed over the Bm mask rows
-    in_place: bool  # the block is the local k itself, of which num_keys rows are needed, and nothing travels
-    key_bounds: tuple[Tensor, ...]  # int32 CPU (Bm, rows of the block): IntervalMask.loose_key_bounds
-    incoming: tuple[Transfer, ...]  # together the block, whose keys are in the order of their runs' positions
-    outgoing: tuple[Transfer, ...]  # of the local k
+    key_bounds: DeviceTensors | None = None  # int32 (Bm, rows of the block): IntervalMask.loose_key_bounds, if any
+    index: int = 0
+    num_keys: int = 0
+    num_pairs: int = 0  # unmasked (query, key) pairs, summed over the Bm mask rows
+    in_place: bool = False  # the block is the local k itself, of which num_keys rows are needed, and nothing travels
+    incoming: tuple[Transfer, ...] = ()  # together the block, whose keys are in the order of their runs' positions
+    outgoing: tuple[Transfer, ...] = ()  # of the local k
+    _tables: dict[Transfer, DeviceTensors] = field(default_factory=dict, init=False)
+    _packs: dict[tuple[int, int, int], tuple[tuple[Pack, ...], DeviceTensors]] = field(default_factory=dict, init=False)
+    _chunks: dict[tuple[int, int], Round] = field(default_factory=dict, init=False)
 
     @property
     def is_idle(self) -> bool:
         """Return whether this rank has nothing to compute, to send or to receive."""
         return self.num_keys == 0 and not any(each.num_keys for each in self.outgoing)
+
+    def of_queries(self, tokens: slice) -> Round:
+        """Return the round of some of the queries."""
+        key = tokens.start, tokens.stop
+        if key not in self._chunks:
+            with _disable_current_modes():  # of fake tensors: masks are real
+                bounds, positions = (
+                    DeviceTensors(of.device, *(x[..., tokens].contiguous() for x in of.host))
+                    for of in (self.bounds, self.positions)
+                )
+                self._chunks[key] = replace(self, bounds=bounds, positions=positions)
+        return self._chunks[key]
+
+    def table(self, transfer: Transfer) -> Tensor | None:
+        """Return the runs of one of the transfers on the device, for `ops.rows_*`; None where they need none there."""
+        if self.bounds.device.type != "cuda" or len(transfer.runs) <= ops.MAX_RUNS_WITHOUT_TABLE:
+            return None
+        if transfer not in self._tables:
+            self._tables[transfer] = DeviceTensors(self.bounds.device, transfer.runs)
+        (table,) = self._tables[transfer].read()
+        return table
+
+    @functools.cached_property
+    def pieces(self) -> tuple[Sequence[Piece], ...] | None:
+        """Return the pieces of each row of the mask; None where it takes too many."""
+        (begin, end), (positions,) = self.bounds.host, self.positions.host
+        of_keys = self.key_bounds.host if self.key_bounds else ()
+        return find_pieces(begin, end, self.k_runs, of_keys, positions)
+
+    @functools.cached_property
+    def squares(self) -> list[tuple[slice, Square]]:
+        """Return the pieces in squares, each with the rows of the batch that have it."""
+        pieces = self.pieces or ()
+        rows = [slice(None)] if len(pieces) == 1 else [slice(row, row + 1) for row in range(len(pieces))]
+        return [(at, square) for at, of_row in zip(rows, pieces, strict=True) for square in squares(of_row)]
+
+    def packs(self, q: Tensor, k: Tensor) -> tuple[Pack, ...]:
+        """Return the pieces in packs, for q (B, N, ...) and k (B, K, ...) there. RefusedError as by `DeviceTensors`."""
+        key = (q.size(0), q.size(1), k.size(1))
+        if key not in self._packs:
+            found = packs(self.pieces or (), *key)
+            mask = DeviceTensors(self.bounds.device, *(x for pack in found for x in pack if isinstance(x, Tensor)))
+            copies = iter(mask.read())
+            there = (Pack._make(next(copies) if isinstance(x, Tensor) else x for x in pack) for pack in found)
+            self._packs[key] = tuple(there), mask
+        found, mask = self._packs[key]
+        mask.read()  # on this stream too
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,11 +208,8 @@ class RankPlan:
     rank: int  # in the ring
     ranks: tuple[int, ...]  # of the ring, as the group numbers them
     heads: HeadGroup | None  # None: this rank works on all heads of its own queries
-    begin: Tensor  # int32 CPU (Bm, N): the mask of this rank's queries
-    end: Tensor
-    positions: Tensor  # int64 CPU (N): of these queries
-    rounds: tuple[PlannedRound, ...]
-    on_devices: dict[torch.device, Any] = field(default_factory=dict)  # Round.all_of
+    rounds: tuple[Round, ...]  # on the CPU
+    _on_devices: dict[torch.device, tuple[Round, ...]] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(
@@ -99,40 +223,40 @@ class RankPlan:
         heads: HeadGroup | None = None,
     ) -> RankPlan:
         """Return the plan of `rank`. mask and layout are of one length; at_once: there is one round. ranks: all."""
-        positions, rounds = layout.positions(rank), _rounds(mask, layout, rank, at_once)
-        bounds = mask.begin[:, positions], mask.end[:, positions]
-        return cls(mask, layout, rank, tuple(ranks or range(layout.world_size)), heads, *bounds, positions, rounds)
-
-    @functools.cached_property
-    def busy_rounds(self) -> tuple[PlannedRound, ...]:
-        """Return the rounds that are not idle, and the first in any case."""
-        return tuple(round for round in self.rounds if round.index == 0 or not round.is_idle)
-
-
-def _rounds(mask: IntervalMask, layout: Layout, rank: int, at_once: bool) -> tuple[PlannedRound, ...]:
-    positions = layout.positions(rank)
-    rounds, transfers, runs = ops.plan_rank(*mask.bounds, layout.tensor, rank, at_once)
-    incoming, outgoing = (
-        tuple(
-            Transfer(other, runs[first : first + num_runs], num_keys, bool(is_head))
-            for other, num_keys, first, num_runs, is_head in side
+        positions = layout.positions(rank)
+        of_queries = (
+            DeviceTensors(_CPU, mask.begin[:, positions], mask.end[:, positions]),
+            DeviceTensors(_CPU, positions),
         )
-        for side in transfers.tolist()
-    )
-    planned = []
-    for i, (num_keys, num_pairs, first, num_runs, in_place) in enumerate(rounds.tolist()):
-        k_runs = runs[first : first + num_runs]
-        of_round = slice(0, 0) if in_place else slice(None) if at_once else slice(i, i + 1)
-        of_keys: tuple[Tensor, ...] = ()
-        if mask.loose_key_bounds:
-            of_block = positions if in_place else ops.run_positions(k_runs)
-            of_keys = tuple(x[:, of_block] for x in mask.loose_key_bounds)
-        planned.append(
-            PlannedRound(
-                i, k_runs, num_keys, num_pairs, bool(in_place), of_keys, incoming[of_round], outgoing[of_round]
+        rounds, transfers, runs = ops.plan_rank(*mask.bounds, layout.tensor, rank, at_once)
+        incoming, outgoing = (
+            tuple(
+                Transfer(other, runs[first : first + num_runs], num_keys, bool(is_head))
+                for other, num_keys, first, num_runs, is_head in side
             )
+            for side in transfers.tolist()
         )
-    return tuple(planned)
+        planned = []
+        for i, (num_keys, num_pairs, first, num_runs, in_place) in enumerate(rounds.tolist()):
+            k_runs, of_keys = runs[first : first + num_runs], None
+            of_round = slice(0, 0) if in_place else slice(None) if at_once else slice(i, i + 1)
+            if mask.loose_key_bounds:
+                of_block = positions if in_place else ops.run_positions(k_runs)
+                of_keys = DeviceTensors(_CPU, *(x[:, of_block] for x in mask.loose_key_bounds))
+            travels = incoming[of_round], outgoing[of_round]
+            planned.append(Round(*of_queries, k_runs, of_keys, i, num_keys, num_pairs, bool(in_place), *travels))
+        return cls(mask, layout, rank, tuple(ranks or range(layout.world_size)), heads, tuple(planned))
+
+    def on(self, device: torch.device) -> tuple[Round, ...]:
+        """Return the rounds on a device, made once: those that are not idle, and the first in any case."""
+        if device not in self._on_devices:
+            bounds, positions = (x.on(device) for x in (self.rounds[0].bounds, self.rounds[0].positions))
+            self._on_devices[device] = tuple(
+                replace(x, bounds=bounds, positions=positions, key_bounds=x.key_bounds and x.key_bounds.on(device))
+                for x in self.rounds
+                if x.index == 0 or not x.is_idle
+            )
+        return self._on_devices[device]
 
 
 # ---- bytes, from every rank to every other ------------------------------------------------------

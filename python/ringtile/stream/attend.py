@@ -43,7 +43,7 @@ from ringtile.attn.ulysses import Saved
 from ringtile.errors import RefusedError
 from ringtile.recurrent.carried import Carried, running_on
 from ringtile.recurrent.recurrence import Recurrence
-from ringtile.sequence.rounds import DeviceTensors, Round
+from ringtile.sequence.plan import DeviceTensors, Round
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.tiled.host import HostCopies, HostTensor, Reader, Writer, in_order, to_host
 from ringtile.tiled.tiles import tiles

@@ -32,7 +32,7 @@ from ringtile.hf.model import depends_on_length, inside_engine
 from ringtile.ops import state_dtype
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.rounds import to_device
+from ringtile.sequence.plan import to_device
 from ringtile.tiled.log_probs import tiled_log_probs
 from ringtile.torch_context_parallel.first_block import FirstBlock
 from ringtile.torch_context_parallel.group_layouts import Mesh, group_of

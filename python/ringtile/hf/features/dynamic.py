@@ -25,7 +25,7 @@ from ringtile.hf.masks import chunks_count, mask_of_batch
 from ringtile.hf.patches import Patches
 from ringtile.hf.reading import Reading, tensors_per_token
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.rounds import to_device
+from ringtile.sequence.plan import to_device
 
 
 class JoinedRows(SharedRows):
