@@ -27,6 +27,7 @@ from ringtile.errors import (
 
 _build_error: BuildError | None = None
 try:
+    from ringtile.attn import aten as _aten  # noqa: F401  registers its kernels
     from ringtile.attn import traced as _traced  # noqa: F401  registers its ops
     from ringtile.attn.attention import attention, ring_attention
     from ringtile.attn.call import AttentionDropout

@@ -380,7 +380,7 @@ def layout_check(layout: Tensor, seq_len: int, world_size: int) -> None:
 #       rank that another attends, and the unmasked (query, key) pairs, summed over the rows of the mask
 #   balance(begin, end, num_keys, world_size, chunk)    (C,): the rank of each chunk of tokens (csrc/seq/balance.c), and
 #       (W,): the pairs of each rank; of begin and end of the queries alone; num_keys (B, S) with two sides, else None
-#   pieces(begin, end, k_runs, key_begin, key_end, positions, max_pieces, max_stretches)    as `find_pieces` in
+#   pieces(begin, end, k_runs, key_begin, key_end, positions, max_pieces, max_stretches)    as `pieces_of` in
 #       sequence/pieces.py: (P, 6), the numbers of a `Piece` each, and how many each row of the mask has (B,); empty
 #       where there are too many
 #   mask_hulls(begin, end, key_begin, key_end, last=0)    how many keys each query of a mask with two sides attends

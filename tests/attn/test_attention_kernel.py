@@ -35,7 +35,7 @@ from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block, Final, Gradients, Ringtile
 from ringtile.cli import doctor
 from ringtile.sequence.layout import CHUNKS_PER_RANK
-from ringtile.sequence.pieces import Piece, packs, squares
+from ringtile.sequence.pieces import Piece, packs, pieces_of, squares
 from ringtile.sequence.plan import RankPlan, Round
 from ringtile.transport.loopback import LoopbackGroup
 from strategies import any_masks, dense, layouts
@@ -102,7 +102,7 @@ def test_pieces_squares_and_packs_are_the_mask(data: st.DataObject) -> None:
     for rank in range(world_size):
         plan = RankPlan.of(mask, layout, rank)
         for round in plan.rounds:
-            found = round.pieces
+            found = pieces_of(round)
             if found is None:
                 continue
             at = layout.positions(rank)
@@ -130,8 +130,9 @@ def test_common_masks_take_few_pieces(mask: str, most: int, layout: str) -> None
         layout_of = Layout.named(layout, 48, 4)
         plan = RankPlan.of(MASKS[mask], layout_of, rank)
         for round in plan.rounds:
-            assert round.pieces is not None
-            assert len(round.pieces[0]) <= most
+            found = pieces_of(round)
+            assert found is not None
+            assert len(found[0]) <= most
 
 
 # ---- auto ---------------------------------------------------------------------------------------

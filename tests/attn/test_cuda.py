@@ -17,6 +17,7 @@ from ringtile.attn.aten import ATEN
 from ringtile.attn.backend import Backend, Block
 from ringtile.attn.call import Options
 from ringtile.cli import doctor
+from ringtile.sequence.pieces import squares_of
 from ringtile.sequence.plan import DeviceTensors, Round
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -120,7 +121,7 @@ def test_attention_without_kernels_is_atens(monkeypatch: pytest.MonkeyPatch) -> 
     bounds, positions = ((mask.begin, mask.end), (torch.arange(8),))
     queries = (DeviceTensors(torch.device("cpu"), *x) for x in (bounds, positions))
     round = Round(*queries, ops.runs_tensor([(0, 1, 0, 8)]))
-    assert len(round.squares) == 1  # found in real tensors
+    assert len(squares_of(round)) == 1  # found in real tensors
 
     def chosen(block: Block, setting: str) -> Backend:
         return choose._choose(block, setting, takes_dlse=False, backward=False)

@@ -18,6 +18,7 @@ from ringtile.attn import self_test as attn_self_test
 from ringtile.attn.aten import InSquares
 from ringtile.attn.backend import Block
 from ringtile.attn.call import Call, Options
+from ringtile.sequence.pieces import packs_of, squares_of
 from ringtile.sequence.plan import RankPlan, Shape
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,7 +100,7 @@ def test_an_error_after_a_part_was_added_goes_on(monkeypatch: pytest.MonkeyPatch
     plan = RankPlan.of(IntervalMask.sliding_window(48, 9), Layout.contiguous(48, 1), 0)
     p = problem(v_head_dim=16, dtype=torch.float32)
     block = Block(p.q, p.k, p.v, plan.on(CPU)[0], Options(0.25))
-    assert len(block.round.squares) > 1
+    assert len(squares_of(block.round)) > 1
     state = torch.zeros(p.q.shape), torch.zeros(*p.q.shape[:1], p.q.size(2), p.q.size(1), dtype=torch.float64)
     versions = choose._versions(state)
     sequence = ShardedSequence.of(IntervalMask.full(48), Layout.contiguous(48, 1))
@@ -209,7 +210,7 @@ def test_a_round_of_zigzag_is_one_call_besides_the_kernels(rank: int, monkeypatc
     out, lse = torch.zeros(p.q.shape), torch.zeros(1, 4, 64, dtype=torch.float64)
     for i, round in enumerate(rounds):
         keys = p.k[:, : round.num_keys]
-        (pack,) = round.packs(p.q, keys)
+        (pack,) = packs_of(round, p.q, keys)
         state = choose.Running(out, lse, fresh=i == 0, rounded=torch.empty_like(p.q) if i and rank else None)
         with Calls() as calls:
             aten.InPacks().forward(Block(p.q, keys, keys, round, Options(1.0)), state)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from ringtile import IntervalMask, Layout, ops
+from ringtile.sequence.pieces import pieces_of
 from ringtile.sequence.plan import RankPlan
 
 
@@ -55,7 +56,7 @@ def batch_of_documents(count: int) -> Callable[[], object]:
         mask = IntervalMask.documents([100] * count)
         plan = RankPlan.of(mask, Layout.of_mask("per_document", mask, 4), 1)
         for each in plan.rounds:
-            assert each.pieces
+            assert pieces_of(each)
 
     return make
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ringtile import IntervalMask, Layout, RefusedError, ShardedSequence, ops
 from ringtile.sequence import plan
+from ringtile.sequence.pieces import packs_of, pieces_of
 from ringtile.sequence.plan import Transfer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -96,17 +97,17 @@ def test_packs_of_pieces_are_kept_as_the_mask_is(gpu: FakeGpu) -> None:
     assert one.plan  # made of real tensors
     with gpu.mode:
         (mask,) = one.plan.on(GPU)
-    assert mask.pieces is not None
+    assert pieces_of(mask) is not None
     with gpu.mode:
         q = torch.empty(1, 40, 2, 8, device=GPU)
         gpu.captures = True
         with pytest.raises(RefusedError, match=r"is not on cuda:0 yet, .* make the same call once before the capture"):
-            mask.packs(q, q)
+            packs_of(mask, q, q)
         gpu.captures = False
-        (pack,) = mask.packs(q, q)
+        (pack,) = packs_of(mask, q, q)
         assert pack.q_offsets.device == pack.k_offsets.device == GPU
         gpu.stream, gpu.captures = "a second", True
-        assert mask.packs(q, q)[0] is pack
+        assert packs_of(mask, q, q)[0] is pack
     assert gpu.recorded == [(id(x), "a second") for x in (pack.q_offsets, pack.k_offsets)]
     refs = alive((pack.q_offsets, pack.k_offsets))
     del one, mask, pack

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
 from ringtile import ops
-from ringtile.attn.backend import Backend, Block, Final, Gradients, Running
-from ringtile.sequence.pieces import Pack, Square
+from ringtile.attn.backend import ATEN, Block, Final, Gradients, Running
+from ringtile.sequence.pieces import Pack, Square, packs_of, pieces_of, squares_of
 
 FLASH_ATTENTION_4, FLASH_ATTENTION_3 = "flash_attn.cute.interface", "flash_attn_interface"  # as torch names them
 MAX_SQUARES = 256  # calls a block of keys; a window over many times its width takes more
@@ -87,7 +87,7 @@ class InSquares:
     def lacks(self, block: Block) -> str:
         if reason := _lacks(block):
             return reason
-        squares = [square for _, square in block.round.squares]
+        squares = [square for _, square in squares_of(block.round)]
         if any(
             (each.q_end - each.q_begin) % self.length_step or (each.k_end - each.k_begin) % self.length_step
             for each in squares
@@ -102,7 +102,7 @@ class InSquares:
 
     def forward(self, block: Block, state: Running) -> None:
         q, k, v = block.q, block.k, block.v
-        squares = block.round.squares
+        squares = squares_of(block.round)
         num_tokens = [(q.size(0) if rows == slice(None) else 1) * (at.q_end - at.q_begin) for rows, at in squares]
         state, at_once = _start(state, num_tokens)
         for rows, square in squares:
@@ -124,7 +124,7 @@ class InSquares:
         q, k, v = block.q, block.k, block.v
         _start_gradients(grads)
         lse = final.lse.to(ops.state_dtype(q.dtype))
-        for rows, square in block.round.squares:
+        for rows, square in squares_of(block.round):
             queries, keys = _places(rows, square)
             lse_part = lse[rows, :, square.q_begin : square.q_end]
             parts = self.attend_backward(
@@ -174,7 +174,7 @@ class InPacks:
 
     def forward(self, block: Block, state: Running) -> None:
         q, k, v = block.q, block.k, block.v
-        packs = block.round.packs(q, k)
+        packs = packs_of(block.round, q, k)
         state, at_once = _start(state, [pack.num_queries for pack in packs])
         for pack in packs:
             given = (_take(x, rows) for x, rows in ((q, pack.q_rows), (k, pack.k_rows), (v, pack.k_rows)))
@@ -188,7 +188,7 @@ class InPacks:
         _start_gradients(grads)
         lse = final.lse.to(ops.state_dtype(q.dtype)).mT
         of_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
-        for pack in block.round.packs(q, k):
+        for pack in packs_of(block.round, q, k):
             q_rows, k_rows = pack.q_rows, pack.k_rows
             sides = ((final.dout, q_rows), (q, q_rows), (k, k_rows), (v, k_rows), (final.out, q_rows))
             parts = self._functions.backward(
@@ -217,7 +217,7 @@ def _lacks(block: Block) -> str:
         return f"has one head dim, which is {q.size(3)} for q and k, and {v.size(3)} for v"
     if q.device.type == "cuda" and q.dtype not in (torch.bfloat16, torch.float16):
         return f"takes bfloat16 and float16 on CUDA, not {q.dtype}"
-    if block.round.pieces is None:
+    if pieces_of(block.round) is None:
         return "takes masks of few pieces, of keys in the order of their positions"
     return ""
 
@@ -335,12 +335,10 @@ def _cudnn_backward(
     return dq, dk, dv
 
 
-ATEN: dict[str, tuple[Backend, ...]] = {  # by type of device; the one to be asked first in front
-    "cpu": (InSquares("aten's flash attention", _flash_for_cpu, _flash_for_cpu_backward),),
-    "cuda": (
-        InPacks("FA4"),
-        InPacks("FA3"),
-        InSquares("aten's cuDNN attention", _cudnn, _cudnn_backward, MAX_SQUARES_CUDNN, LENGTHS_CUDNN),
-        InPacks(),
-    ),
-}
+ATEN["cpu"] = (InSquares("aten's flash attention", _flash_for_cpu, _flash_for_cpu_backward),)
+ATEN["cuda"] = (
+    InPacks("FA4"),
+    InPacks("FA3"),
+    InSquares("aten's cuDNN attention", _cudnn, _cudnn_backward, MAX_SQUARES_CUDNN, LENGTHS_CUDNN),
+    InPacks(),
+)

@@ -96,6 +96,10 @@ class Backend(Protocol):
         """Add the block's part to the gradients."""
 
 
+# Aten's, by type of device, the one to be asked first in front; aten.py says which.
+ATEN: dict[str, tuple[Backend, ...]] = {}
+
+
 class Ringtile:
     """ringtile's own kernels, which take every mask."""
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 
 from ringtile import ops, self_test
-from ringtile.attn.aten import ATEN
-from ringtile.attn.backend import Backend, Block, Final, Gradients, Ringtile, Running, misaligned, why_slow
+from ringtile.attn.backend import ATEN, Backend, Block, Final, Gradients, Ringtile, Running, misaligned, why_slow
 from ringtile.attn.call import Call, unwritten_keys
 from ringtile.attn.self_test import mark_wrong, why_wrong
 from ringtile.errors import InputError, RefusedError

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ringtile import ops
+from ringtile.sequence.plan import DeviceTensors, Round
 
 MAX_PIECES = 4096  # of a round: more take longer to find than ringtile's kernel takes to run
 MAX_STRETCHES = 256  # of keys with equal bounds, in a mask with two sides: likewise
@@ -56,22 +57,29 @@ class Square(NamedTuple):
     flipped: bool = False
 
 
-def find_pieces(
-    begin: Tensor, end: Tensor, k_runs: Tensor, key_bounds: Sequence[Tensor] = (), at: Tensor | None = None
-) -> tuple[tuple[Piece, ...], ...] | None:
-    """Return the pieces of each row of a mask, which together hold each (query, key) that it lets attend once.
+def pieces_of(round: Round) -> tuple[tuple[Piece, ...], ...] | None:
+    """Return the pieces of each row of a round's mask, which together hold each (query, key) that it lets attend once.
 
-    begin, end: int32 CPU (Bm, N); k_runs: int64 CPU (R, 4); with two sides, key_bounds: two int32 CPU (Bm, K), and at:
-    int64 CPU (N), the positions of the queries. None where it takes more than MAX_PIECES, or MAX_STRETCHES, or the rows
-    of the keys are not in the order of their positions.
+    Found once. None where it takes more than MAX_PIECES, or MAX_STRETCHES, or the rows of the keys are not in the order
+    of their positions.
     """
-    k_runs = k_runs[k_runs[:, 2].argsort()]  # in the order of rows
-    key_begin, key_end = key_bounds or (None, None)
-    positions = at if key_bounds else None
-    found, counts = ops.pieces(begin, end, k_runs, key_begin, key_end, positions, MAX_PIECES, MAX_STRETCHES)
-    pieces = (Piece(a, b, c, d, bool(drops), bool(gains)) for a, b, c, d, drops, gains in found.tolist())
-    rows = tuple(tuple(itertools.islice(pieces, count)) for count in counts.tolist())
-    return rows or None
+    if "pieces" not in round.derived:
+        k_runs = round.k_runs[round.k_runs[:, 2].argsort()]  # in the order of rows
+        two_sides = (*round.key_bounds.host, *round.positions.host) if round.key_bounds else (None, None, None)
+        found, counts = ops.pieces(*round.bounds.host, k_runs, *two_sides, MAX_PIECES, MAX_STRETCHES)
+        pieces = (Piece(a, b, c, d, bool(drops), bool(gains)) for a, b, c, d, drops, gains in found.tolist())
+        rows = tuple(tuple(itertools.islice(pieces, count)) for count in counts.tolist())
+        round.derived["pieces"] = rows or None
+    return round.derived["pieces"]  # type: ignore[no-any-return]
+
+
+def squares_of(round: Round) -> list[tuple[slice, Square]]:
+    """Return the pieces in squares, each with the rows of the batch that have it."""
+    if "squares" not in round.derived:
+        pieces = pieces_of(round) or ()
+        rows = [slice(None)] if len(pieces) == 1 else [slice(row, row + 1) for row in range(len(pieces))]
+        round.derived["squares"] = [(at, x) for at, row in zip(rows, pieces, strict=True) for x in squares(row)]
+    return round.derived["squares"]  # type: ignore[no-any-return]
 
 
 def squares(pieces: Sequence[Piece]) -> Iterator[Square]:
@@ -125,6 +133,20 @@ class Pack(NamedTuple):
     @property
     def num_queries(self) -> int:
         return self.q_rows.stop - self.q_rows.start if isinstance(self.q_rows, slice) else self.q_rows.numel()
+
+
+def packs_of(round: Round, q: Tensor, k: Tensor) -> tuple[Pack, ...]:
+    """Return the pieces in packs, for q (B, N, ...) and k (B, K, ...) there. RefusedError as by `DeviceTensors`."""
+    key = q.size(0), q.size(1), k.size(1)
+    if key not in round.derived:
+        found = packs(pieces_of(round) or (), *key)
+        mask = DeviceTensors(round.bounds.device, *(x for pack in found for x in pack if isinstance(x, Tensor)))
+        copies = iter(mask.read())
+        there = (Pack._make(next(copies) if isinstance(x, Tensor) else x for x in pack) for pack in found)
+        round.derived[key] = tuple(there), mask
+    found, mask = round.derived[key]
+    mask.read()  # on this stream too
+    return found  # type: ignore[no-any-return]
 
 
 def packs(pieces: Sequence[Sequence[Piece]], batch: int, num_queries: int, num_keys: int) -> tuple[Pack, ...]:

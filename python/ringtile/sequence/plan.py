@@ -4,19 +4,18 @@ Round i of the ring: rank r works on the keys of rank (r - i) mod W, or, at once
 Only needed keys travel, straight from their owner; in the backward the partial dk, dv travel straight back. Where ranks
 share heads (heads.py), the ring is one of groups: each has the tokens of its ranks.
 
-A round is on a device, with its mask, and in the pieces that libraries' kernels take. Copies of masks are kept alive
-until every stream and CUDA graph that reads them is done.
+A round is on a device, with its mask. Copies of masks are kept alive until every stream and CUDA graph that reads them
+is done.
 
-Shape letters: B batch, Bm mask rows (B or 1), S global tokens, N local tokens, K keys of a block, H query heads, G kv
-heads, D head dim, Dv value head dim, W ranks, R runs.
+Shape letters: B batch, Bm mask rows (B or 1), S global tokens, N local tokens, H query heads, G kv heads, D head dim,
+Dv value head dim, W ranks, R runs.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ from ringtile.scheme import Scheme, candidates, shares_of
 from ringtile.sequence.heads import HeadGroup, join
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.pieces import Pack, Piece, Square, find_pieces, packs, squares
 
 _CPU = torch.device("cpu")
 
@@ -141,8 +139,8 @@ class Round:
     incoming: tuple[Transfer, ...] = ()  # together the block, whose keys are in the order of their runs' positions
     outgoing: tuple[Transfer, ...] = ()  # of the local k
     _tables: dict[Transfer, DeviceTensors] = field(default_factory=dict, init=False)
-    _packs: dict[tuple[int, int, int], tuple[tuple[Pack, ...], DeviceTensors]] = field(default_factory=dict, init=False)
     _chunks: dict[tuple[int, int], Round] = field(default_factory=dict, init=False)
+    derived: dict[Hashable, Any] = field(default_factory=dict, init=False)  # what kernels of others take of the mask
 
     @property
     def is_idle(self) -> bool:
@@ -169,33 +167,6 @@ class Round:
             self._tables[transfer] = DeviceTensors(self.bounds.device, transfer.runs)
         (table,) = self._tables[transfer].read()
         return table
-
-    @functools.cached_property
-    def pieces(self) -> tuple[Sequence[Piece], ...] | None:
-        """Return the pieces of each row of the mask; None where it takes too many."""
-        (begin, end), (positions,) = self.bounds.host, self.positions.host
-        of_keys = self.key_bounds.host if self.key_bounds else ()
-        return find_pieces(begin, end, self.k_runs, of_keys, positions)
-
-    @functools.cached_property
-    def squares(self) -> list[tuple[slice, Square]]:
-        """Return the pieces in squares, each with the rows of the batch that have it."""
-        pieces = self.pieces or ()
-        rows = [slice(None)] if len(pieces) == 1 else [slice(row, row + 1) for row in range(len(pieces))]
-        return [(at, square) for at, of_row in zip(rows, pieces, strict=True) for square in squares(of_row)]
-
-    def packs(self, q: Tensor, k: Tensor) -> tuple[Pack, ...]:
-        """Return the pieces in packs, for q (B, N, ...) and k (B, K, ...) there. RefusedError as by `DeviceTensors`."""
-        key = (q.size(0), q.size(1), k.size(1))
-        if key not in self._packs:
-            found = packs(self.pieces or (), *key)
-            mask = DeviceTensors(self.bounds.device, *(x for pack in found for x in pack if isinstance(x, Tensor)))
-            copies = iter(mask.read())
-            there = (Pack._make(next(copies) if isinstance(x, Tensor) else x for x in pack) for pack in found)
-            self._packs[key] = tuple(there), mask
-        found, mask = self._packs[key]
-        mask.read()  # on this stream too
-        return found
 
 
 @dataclass(frozen=True, eq=False)
