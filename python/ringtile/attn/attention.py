@@ -20,7 +20,7 @@ from ringtile.attn.call import AttentionDropout, AttentionKernel, Call, Options
 from ringtile.errors import InputError, shown
 from ringtile.sequence.layout import Layout, check_types, named_layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.sharded import ShardedSequence, check_given, tell_others
+from ringtile.sequence.sharded import ShardedSequence, check_given, refuse
 from ringtile.transport.groups import Group
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def ring_attention(
             call, k, v = expand.call(tokens, q, k, v, options)
         return _attend(call, q, k, v, sinks, return_lse)
     except Exception as error:
-        tell_others("ring_attention", error, sequence, layout, group)
+        refuse("ring_attention", error, sequence, layout, group)
         raise
 
 
@@ -229,6 +229,6 @@ class RingAttention(torch.autograd.Function):
                 "ring_attention", compute, dout, dlse, *inputs, propagate_errors=transport.propagate_errors
             )
         except Exception as error:
-            transport.fail("ring_attention backward", error)
+            transport.refuse("ring_attention backward", error)
             raise
         return *gradients[:4], None, *gradients[4:]

@@ -22,7 +22,7 @@ from ringtile.attn import ring, ulysses
 from ringtile.attn.call import AttentionDropout, Call, Options, check_tensors
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.sharded import ShardedSequence, check_given, living_sequences, tell_others
+from ringtile.sequence.sharded import ShardedSequence, check_given, living_sequences, refuse
 from ringtile.transport.groups import Group, group_name, is_traced, propagate_errors, transport_of
 from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS
 
@@ -72,7 +72,7 @@ def ring_attention(
         return attend(q, k, v, sequence or SequenceTensors.of(*parts), options)
     except Exception as error:
         if not is_traced(q):
-            tell_others("ring_attention", error, sequence, *parts[1:])
+            refuse("ring_attention", error, sequence, *parts[1:])
         raise
 
 

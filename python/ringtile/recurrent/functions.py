@@ -29,7 +29,7 @@ from ringtile.recurrent.shares import groups_of_channels
 from ringtile.recurrent.state_passing import Halos
 from ringtile.sequence.layout import Layout
 from ringtile.sequence.mask import IntervalMask
-from ringtile.sequence.sharded import ShardedSequence, check_given, tell_others
+from ringtile.sequence.sharded import ShardedSequence, check_given, refuse
 from ringtile.transport.agreement import HeaderValue
 from ringtile.transport.groups import Group
 
@@ -272,7 +272,7 @@ def _checking(op: str, tensors: Mapping[str, Tensor | None], given: _Given) -> I
         _ = documents.facts.forest  # refused here, where the other ranks are told
         yield documents
     except Exception as error:
-        tell_others(op, error, sequence, layout, group)
+        refuse(op, error, sequence, layout, group)
         raise
 
 

@@ -295,7 +295,7 @@ def check_given(op: str, sequence: Any, mask: Any, layout: Any, group: Any) -> N
         raise InputError(f"{op} got a sequence and mask, layout or group; expected one or the other")
 
 
-def tell_others(op: str, error: Exception, sequence: Any, layout: Any, group: Any) -> None:
+def refuse(op: str, error: Exception, sequence: Any, layout: Any, group: Any) -> None:
     """Tell the other ranks, who would wait for this one, why it makes no call of op: if the group is known."""
     with contextlib.suppress(RingtileError):
         if isinstance(sequence, ShardedSequence):
@@ -304,4 +304,4 @@ def tell_others(op: str, error: Exception, sequence: Any, layout: Any, group: An
             transport = transport_of(only_group_of(layout.world_size))
         else:
             transport = transport_of(group)
-        transport.fail(f"{op} forward", error)
+        transport.refuse(f"{op} forward", error)

@@ -110,8 +110,7 @@ def sequence_in_force(group: Group, local_len: int) -> ShardedSequence:
             "plan.attention():` of a ContextParallelPlan, which knows it, or context_parallel_unshard(..., "
             "load_balancer='zigzag')"
         )
-        transport.fail("attention", error)
-        raise error
+        raise transport.refuse("attention", error)
     return unmasked_sequence(named_layout("contiguous", local_len, 1), group)
 
 
@@ -146,8 +145,7 @@ def _check_ring(group: Group, what: str, op: str) -> None:
         error = RefusedError(
             f"{what} runs as a ring, but the context_parallel block around it has the scheme {scheme}; expected ring"
         )
-        transport.fail(op, error)
-        raise error
+        raise transport.refuse(op, error)
 
 
 def check_layout(group: Group, layout: Layout) -> None:
@@ -167,5 +165,4 @@ def check_layout(group: Group, layout: Layout) -> None:
             "the BlockMask was made for another layout (create_cp_block_mask(..., load_balancer=...)) than that of the "
             f"{known.seq_len} tokens of the block, or of context_parallel_shard; expected one layout"
         )
-        transport.fail("flex_attention", error)
-        raise error
+        raise transport.refuse("flex_attention", error)

@@ -43,8 +43,7 @@ class AttentionScope:
 
     def told(self, error: _E, op: str = "attention") -> _E:
         """The error, after telling the other ranks of the group, which would wait for this one."""
-        transport_of(self.group).fail(op, error)
-        return error
+        return transport_of(self.group).refuse(op, error)
 
     def check_scale(self, scale: Any) -> None:
         """Refuses a scale whose gradient would be lost."""

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ _PROPAGATED = "_ringtile_propagated"  # an attribute of an error that the other 
 _MAX_AGREED = 1024  # terms that a group remembers; the oldest are agreed on anew
 _SEARCH_SECONDS = 1.0  # how long a rank that lost a peer waits to hear who was lost first
 Messages: TypeAlias = list[tuple[int, Tensor, bool]]  # to post: the peer, the payload, whether it is sent
+_E = TypeVar("_E", bound=Exception)
 Works: TypeAlias = list[tuple[tuple[int, ...], Work]]  # with the peers of each
 
 
@@ -77,7 +78,7 @@ class Transport(abc.ABC):
     """One rank's end of a group of ranks.
 
     This class has the three things that a rank does: `agree` with the others on a call, `exchange` payloads in it, and
-    `fail`. An implementation has what carries them: `_connect`, `_start` and `_end_messages`. It may also refuse
+    `refuse` one. An implementation has what carries them: `_connect`, `_start` and `_end_messages`. It may also refuse
     devices (`check_device`), post the messages of an exchange in another way (`_post`), prepare a group once its ranks
     have agreed (`_open`), and forget messages (`_drop_messages`).
 
@@ -137,7 +138,7 @@ class Transport(abc.ABC):
             try:
                 self.check_device(device)
             except Exception as error:
-                self.fail(op, error)
+                self.refuse(op, error)
                 raise
         device = torch.device(device or "cpu")
         key = (op, device.type, *fields.items())
@@ -213,8 +214,7 @@ class Transport(abc.ABC):
                 f"{op} in thread {thread.name!r} on a group that thread {self._thread.name!r} uses; expected "
                 f"one thread a group: make a group for each with torch.distributed.new_group"
             )
-            self.fail(op, error)
-            raise error
+            raise self.refuse(op, error)
         self._thread = thread
 
     def _send_header(self, header: bytes, **options: bool) -> None:
@@ -261,20 +261,19 @@ class Transport(abc.ABC):
             self._headers.close()
         self._end_messages()
 
-    def fail(self, op: str, reason: Exception) -> None:
-        """Tell the others, in place of the header of a call, why this rank does not make it, and wait for none.
+    def refuse(self, op: str, error: _E) -> _E:
+        """Tell the others, in place of the header of a call, why this rank does not make it; return the error.
 
         Those that make a call raise RingMismatchError with the reason; without it they would wait until this rank ends.
         Ranks that refuse together go on together. An error is told once, and not if the others have it too.
         """
-        if self.world_size == 1 or os.getpid() != self._pid or _PROPAGATED in reason.__dict__:
-            return
-        if isinstance(reason, RingMismatchError | PeerLostError):
-            return
-        reason.__dict__[_PROPAGATED] = True
-        said = in_header(f"{op}, refused: {reason}")
-        with contextlib.suppress(RingtileError), self._numbered(said):
-            self._send_header(Terms(said, "cpu", {}).header(self.num_calls), refused=True)
+        is_known = _PROPAGATED in error.__dict__ or isinstance(error, RingMismatchError | PeerLostError)
+        if self.world_size > 1 and os.getpid() == self._pid and not is_known:
+            error.__dict__[_PROPAGATED] = True
+            said = in_header(f"{op}, refused: {error}")
+            with contextlib.suppress(RingtileError), self._numbered(said):
+                self._send_header(Terms(said, "cpu", {}).header(self.num_calls), refused=True)
+        return error
 
     @contextlib.contextmanager
     def propagate_errors(self, op: str) -> Iterator[None]:
@@ -282,7 +281,7 @@ class Transport(abc.ABC):
         try:
             yield
         except Exception as error:
-            self.fail(op, error)
+            self.refuse(op, error)
             raise
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], what: str) -> Exchange:
