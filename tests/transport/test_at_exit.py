@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from ringtile.transport.at_exit import wait_for_gloo
+from ringtile.transport.groups import wait_for_gloo
 
 
 def test_the_end_waits_for_a_thread_of_gloo_that_runs() -> None:
@@ -32,7 +32,7 @@ def test_the_end_waits_for_a_thread_of_gloo_that_runs() -> None:
 # thread of gloo needs the GIL to let go of it, while the program ends.
 ENDS = """
 import datetime, threading, torch
-from ringtile.transport import at_exit
+from ringtile.transport import groups
 from torch.distributed import HashStore, ProcessGroupGloo
 
 def make(rank):

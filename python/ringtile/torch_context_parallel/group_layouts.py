@@ -24,15 +24,14 @@ from ringtile.sequence.layout import Layout, named_layout
 from ringtile.sequence.mask import IntervalMask
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.transport.groups import Group, group_of_mesh, transport_of
-from ringtile.transport.loopback import LoopbackGroup
-from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS, Transport
+from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS, Transport, VirtualGroup
 
 Mesh = DeviceMesh | Group
 
 
 def group_of(mesh: Mesh) -> Group:
     """Return the group of a mesh of one dimension, or the group itself. InputError: anything else."""
-    if not isinstance(mesh, (dist.ProcessGroup, DeviceMesh, LoopbackGroup, str)):
+    if not isinstance(mesh, (dist.ProcessGroup, DeviceMesh, VirtualGroup, str)):
         raise InputError(
             f"mesh is a {type(mesh).__name__}; expected a DeviceMesh of one dimension, as in mesh['cp'], or a group"
         )

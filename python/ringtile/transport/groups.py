@@ -9,10 +9,13 @@ Shape letters: S global tokens, N local tokens, R runs of all ranks.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import threading
+import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,18 +31,28 @@ from torch.distributed.distributed_c10d import GroupName, _get_process_group_sto
 
 from ringtile import arguments, derivatives, ops
 from ringtile.errors import InputError, shown
-from ringtile.transport import at_exit, shared_memory, sockets  # noqa: F401  # at_exit registers itself
+from ringtile.transport import shared_memory, sockets
 from ringtile.transport.agreement import HANG_UP_TAG, Headers, HeaderValue, tree_neighbors
 from ringtile.transport.failures import FailureDetector, neighbors
-from ringtile.transport.loopback import LoopbackGroup, LoopbackWorld, loopback_groups
 from ringtile.transport.rendezvous import Rendezvous, StoreChannel, own_connection
 from ringtile.transport.shared_memory import SharedMemory
 from ringtile.transport.sockets import SocketChannel
-from ringtile.transport.transport import NOT_IN_CUDA_GRAPHS, Exchange, Messages, Transport, Work, Works, reason_of
+from ringtile.transport.transport import (
+    NOT_IN_CUDA_GRAPHS,
+    Alone,
+    Exchange,
+    Messages,
+    Transport,
+    VirtualGroup,
+    Work,
+    Works,
+    reason_of,
+    virtual_groups,
+)
 
-Group = dist.ProcessGroup | DeviceMesh | LoopbackGroup | str
+Group = dist.ProcessGroup | DeviceMesh | VirtualGroup | str
 
-_ALONE = LoopbackWorld(1).groups[0].transport
+_ALONE = Alone(0, 1)
 # Weak: they say which transport belongs to a living group, and keep nothing alive.
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
 _transports_lock = threading.Lock()
@@ -53,7 +66,7 @@ def group_name(group: Group | None) -> str:
     return group if isinstance(group, str) else str(group.group_name)
 
 
-def group_of_mesh(group: Group) -> dist.ProcessGroup | LoopbackGroup | str:
+def group_of_mesh(group: Group) -> dist.ProcessGroup | VirtualGroup | str:
     """Return the group of a mesh, or the group itself. InputError: the mesh has several dimensions."""
     if not isinstance(group, DeviceMesh):
         return group
@@ -72,10 +85,10 @@ def transport_of(group: Group | None) -> Transport:
     group = group_of_mesh(group)
     if isinstance(group, str):
         try:
-            group = loopback_groups.get(group) or _resolve_process_group(GroupName(group))
+            group = virtual_groups.get(group) or _resolve_process_group(GroupName(group))
         except RuntimeError as error:
             raise InputError(f"there is no process group named {group!r}: {str(error).splitlines()[0]}") from None
-    if isinstance(group, LoopbackGroup):
+    if isinstance(group, VirtualGroup):
         return group.transport
     if not isinstance(group, dist.ProcessGroup):
         raise InputError(
@@ -242,6 +255,38 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str | None:
 def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether the group takes several messages as one batch, as NCCL does."""
     return type(group) is dist.ProcessGroup and bool(group._get_backend(device).supports_coalescing)
+
+
+# ---- the end of the process ----------------------------------------------------------------------
+
+_EXIT_SECONDS = 10.0  # for gloo
+
+
+@atexit.register
+def wait_for_gloo() -> None:
+    """Wait, without the GIL, until gloo's threads in this process sleep, and have not run since the last look.
+
+    A thread of gloo lets go of the tensors of its last work after it has told of it. For a tensor that Python has
+    dropped it needs the GIL; Python, once it finalizes, ends a thread that asks for it, and C++ aborts the process
+    (status -6, "terminate called without an active exception").
+    """
+    deadline, before = time.monotonic() + _EXIT_SECONDS, None
+    while (found := _threads_of_gloo()) and time.monotonic() < deadline:
+        if found == before and not any("State:\tR" in text for text in found):
+            return
+        before = found
+        time.sleep(0.001)
+
+
+def _threads_of_gloo() -> list[str]:
+    """Return /proc's text on each thread of gloo: its state, and how often it gave up the CPU. It waits for the GIL of
+    a caller asleep, but has run by the time that the caller has the GIL again. Empty where there is no /proc."""
+    texts = []
+    for path in sorted(Path("/proc/self/task").glob("*/status")):
+        with contextlib.suppress(OSError):  # it has ended
+            if "gloo_" in (text := path.read_text()).partition("\n")[0]:  # pt_gloo_runloop, gloo_tcp_loop
+                texts.append(text)
+    return texts
 
 
 # ---- collectives along the sequence -------------------------------------------------------------

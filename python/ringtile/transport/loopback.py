@@ -6,7 +6,6 @@ import collections
 import itertools
 import socket
 import threading
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -17,7 +16,7 @@ from ringtile.errors import InputError, PeerLostError, shown
 from ringtile.transport.agreement import Headers, tree_neighbors
 from ringtile.transport.failures import FailureDetector, Notice
 from ringtile.transport.sockets import LONGEST_SECONDS, SocketChannel
-from ringtile.transport.transport import Transport, Work
+from ringtile.transport.transport import Transport, VirtualGroup, Work
 
 Result = TypeVar("Result")
 
@@ -123,13 +122,13 @@ class LoopbackTransport(Transport):
         self.close()
 
 
-class LoopbackGroup:
+class LoopbackGroup(VirtualGroup):
     """One virtual rank's handle of its world; goes wherever a process group goes."""
 
+    transport: LoopbackTransport
+
     def __init__(self, transport: LoopbackTransport) -> None:
-        self.transport = transport
-        self.group_name = f"loopback-{next(_serial)}"
-        loopback_groups[self.group_name] = self
+        super().__init__(transport, f"loopback-{next(_serial)}")
 
 
 class LoopbackWorld:
@@ -173,7 +172,3 @@ class LoopbackWorld:
         if errors:
             raise min(errors, key=lambda error: isinstance(error, PeerLostError))
         return [results[rank] for rank in range(len(self.groups))]
-
-
-# Weak: it says which virtual ranks are alive, and keeps none of them so.
-loopback_groups: weakref.WeakValueDictionary[str, LoopbackGroup] = weakref.WeakValueDictionary()

@@ -18,6 +18,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -371,6 +372,31 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def _end_messages(self) -> None:
         """Make the peers' waits for messages of this rank fail, from now on."""
+
+
+class Alone(Transport):
+    """The transport of a world of one rank, which sends nothing."""
+
+    def _connect(self) -> Headers:
+        raise AssertionError("one rank has no peers")
+
+    def _start(self, tensor: Tensor, peer: int, *, outgoing: bool) -> Work | None:
+        raise AssertionError("one rank has no peers")
+
+    def _end_messages(self) -> None:
+        pass
+
+
+class VirtualGroup:
+    """A handle of one rank's transport; it goes, as its name does while it lives, wherever a process group goes."""
+
+    def __init__(self, transport: Transport, group_name: str) -> None:
+        self.transport, self.group_name = transport, group_name
+        virtual_groups[group_name] = self
+
+
+# Weak: it says which are alive, and keeps none of them so.
+virtual_groups: weakref.WeakValueDictionary[str, VirtualGroup] = weakref.WeakValueDictionary()
 
 
 def reason_of(error: object) -> str:
