@@ -20,7 +20,7 @@ from ringtile.attn.call import Call, Options, check, check_tensors, unwritten_ke
 from ringtile.errors import InputError
 from ringtile.sequence.plan import Round, Shape
 from ringtile.sequence.sharded import ShardedSequence
-from ringtile.tiled.replay import Again, Replay
+from ringtile.tiled.replay import Recomputation, Replay
 from ringtile.tiled.weight_grad import round_grad_sums
 
 _tried: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that have expanded latents
@@ -56,9 +56,9 @@ class Latents:
         keys: tuple[Tensor, Tensor] = self._replay.call(k, v)
         return keys
 
-    def again(self, weights: Sequence[Tensor]) -> ExpandAgain:
+    def again(self, weights: Sequence[Tensor]) -> RecomputedLatents:
         """Return the arguments of a backward, with the weights as they were saved."""
-        return ExpandAgain(self._replay, weights)
+        return RecomputedLatents(self._replay, weights)
 
     def shape_of(self, q: Tensor, k: Tensor, v: Tensor) -> Shape:
         """Return the shape of a call on latents k (B, N, g, d) and v (B, N, g, dv). InputError: they are none."""
@@ -105,7 +105,7 @@ class Latents:
         choose.forward(call, round, q, *_keys_of(self, call, q, k, v), state)
 
 
-class ExpandAgain(Again):
+class RecomputedLatents(Recomputation):
     """Makes the keys and values of blocks again."""
 
     def __init__(self, replay: Replay, weights: Sequence[Tensor]) -> None:
@@ -140,7 +140,7 @@ class ExpandAgain(Again):
         return round_grad_sums(self.grads, self._weights)
 
 
-def _keys_of(expand: Latents | ExpandAgain, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _keys_of(expand: Latents | RecomputedLatents, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return the keys and values that a block's latents make. InputError: they are others than promised."""
     shape = call.shape._replace(latent_dim=0)
     if (num_tokens := k.size(1)) == 0:  # which modules need not take

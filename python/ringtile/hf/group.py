@@ -62,7 +62,7 @@ def meet_world(timeout_seconds: float, failure: Exception | None = None) -> None
     seconds = min(timeout_seconds, LONGEST_SECONDS)
     reason = None if failure is None else PeerGoneError(rank, with_kind(failure))
     try:
-        meeting = Rendezvous(own_connection(_get_default_store()), rank, world_size, seconds, reason, **mine)
+        rendezvous = Rendezvous(own_connection(_get_default_store()), rank, world_size, seconds, reason, **mine)
     except PeerGoneError as gone:
         if failure is not None:
             return
@@ -72,11 +72,11 @@ def meet_world(timeout_seconds: float, failure: Exception | None = None) -> None
         )
         error.rank = gone.peer
         raise error from None
-    for peer, theirs in enumerate(meeting.facts):
+    for peer, theirs in enumerate(rendezvous.facts):
         for name, value in mine.items():
             if theirs[name] != value:
                 with contextlib.suppress(PeerGoneError):
-                    meeting.say(of=())  # once all have read this: the rank that serves the store may end now
+                    rendezvous.say(of=())  # once all have read this: the rank that serves the store may end now
                 raise RingMismatchError(
                     f"ranks disagree on {name}: rank {rank} has {value!r}, rank {peer} has {theirs[name]!r}; expected "
                     f"the same packages on every host, and one run for each MASTER_ADDR and MASTER_PORT"

@@ -107,7 +107,7 @@ class LoneChunk(Chunk):
 
 
 @dataclass(eq=False)
-class Keys:
+class KeyValueCache:
     """The keys and values of all tokens in one attention, and, in the backward, their gradients."""
 
     k: Tensor  # (B, S, G, D)
@@ -121,7 +121,7 @@ class CausalChunk(Chunk):
     """Attends all keys so far. keys: of the layer's calls of attention, the same in all chunks."""
 
     what: Literal["forward", "keys", "backward"]
-    keys: list[Keys]
+    keys: list[KeyValueCache]
     carried: Carried  # by recurrences, from the chunk before
     ends_after: int = 0  # calls of attention: of a run that makes keys only
 
@@ -158,7 +158,7 @@ class CausalChunk(Chunk):
                     f"{self.tokens.stop}, and fewer before; expected the same in all chunks: {WHOLE}"
                 )
             # Zeros: where rows are not sliced, keys that are not there yet are read, with a weight of 0.
-            self.keys.append(Keys(*(x.new_zeros(x.size(0), self.num_tokens, *x.shape[2:]) for x in (k, v))))
+            self.keys.append(KeyValueCache(*(x.new_zeros(x.size(0), self.num_tokens, *x.shape[2:]) for x in (k, v))))
         held = self.keys[index]
         held.k[:, self.tokens], held.v[:, self.tokens] = k.detach(), v.detach()
 
@@ -190,7 +190,7 @@ class _Attend(torch.autograd.Function):
         sinks: Tensor | None,
         call: Call,
         chunk: CausalChunk,
-        keys: Keys,
+        keys: KeyValueCache,
         at: slice,
         round: Round,
     ) -> Tensor:
@@ -289,7 +289,7 @@ def _chunk_ends(sequence: ShardedSequence, num_tokens: int) -> Tensor:
 
 
 @dataclass(eq=False)
-class Whole(abc.ABC):
+class MixingCall(abc.ABC):
     """A call that mixes tokens, of all of a rank's: `inputs` (B, N, ...), or such that are not of tokens."""
 
     inputs: list[Tensor]
@@ -312,7 +312,7 @@ class Whole(abc.ABC):
 
 
 @dataclass(eq=False)
-class WholeAttention(Whole):
+class AttentionCall(MixingCall):
     """inputs: q, k, v, and sinks if there are."""
 
     call_of: Callable[..., Call]  # of these
@@ -335,7 +335,7 @@ class WholeAttention(Whole):
 
 
 @dataclass(eq=False)
-class WholeRecurrence(Whole):
+class RecurrenceCall(MixingCall):
     call: Callable[..., Tensor]
 
     def forward(self, copies: HostCopies | None = None, tokens: int = 0) -> Tensor:
@@ -402,7 +402,7 @@ class PassChunk(Chunk):
     stores: in `found` without a graph, in `made` with one. taken: the n results, (B, t, ...), of the chunk."""
 
     taken: list[Tensor]
-    found: list[Whole] | None = None  # empty in the first chunk
+    found: list[MixingCall] | None = None  # empty in the first chunk
     made: list[Tensor] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -420,15 +420,18 @@ class PassChunk(Chunk):
 
         inputs = [q, k, v] if sinks is None else [q, k, v, sinks]
         return self._take(
-            inputs, [True, True, True, False][: len(inputs)], functools.partial(WholeAttention, call_of=call_of)
+            inputs, [True, True, True, False][: len(inputs)], functools.partial(AttentionCall, call_of=call_of)
         )
 
     def compute(self, recurrence: Recurrence, of_all: Callable[..., Tensor]) -> Tensor:
         has_tokens = [operand.tokens for operand in recurrence.operands]
-        return self._take(recurrence.tensors, has_tokens, functools.partial(WholeRecurrence, call=of_all))
+        return self._take(recurrence.tensors, has_tokens, functools.partial(RecurrenceCall, call=of_all))
 
     def _take(
-        self, inputs: list[Tensor], has_tokens: Sequence[bool], whole: Callable[[list[Tensor], Sequence[bool]], Whole]
+        self,
+        inputs: list[Tensor],
+        has_tokens: Sequence[bool],
+        whole: Callable[[list[Tensor], Sequence[bool]], MixingCall],
     ) -> Tensor:
         number, self.num_calls = self.num_calls, self.num_calls + 1
         if number < len(self.taken):

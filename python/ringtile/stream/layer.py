@@ -25,19 +25,19 @@ from ringtile.stream.attend import (
     CausalChunk,
     Chunk,
     EndedError,
-    Keys,
+    KeyValueCache,
     LoneChunk,
+    MixingCall,
     PassChunk,
-    Whole,
 )
 from ringtile.tiled.host import HostCopies, HostTensor, Reader, Writer, empty_like, in_order
 from ringtile.tiled.module_state import drawn_since, random_states
-from ringtile.tiled.replay import Again, Output, RandomState, Replay, as_tuple, run
+from ringtile.tiled.replay import Output, RandomState, Recomputation, Replay, as_tuple, run
 from ringtile.tiled.tiles import tiles
 
 
 @dataclass(eq=False)
-class Rest:
+class LayerArguments:
     """A layer's arguments besides its hidden states, flat: each with the dim of its tokens; None: it has none."""
 
     leaves: list[Any]
@@ -65,7 +65,7 @@ def run_chunks(
     module: nn.Module,
     forward: Callable[..., Any],
     x: Tensor,
-    rest: Rest,
+    rest: LayerArguments,
     tokens: int,
     *,
     one_pass: bool,
@@ -94,8 +94,10 @@ def run_tokens(
     copies: HostCopies | None = None,
 ) -> Output:
     """`run_chunks` of a module that takes x alone, (B, S) or (B, S, E), and processes each token independently."""
-    rest = Rest([], [], pytree.tree_structure(((), {})))
-    return run(name, _Apart(name, Replay(module, forward, x), x, rest, tokens, contextlib.nullcontext, copies), x)
+    rest = LayerArguments([], [], pytree.tree_structure(((), {})))
+    return run(
+        name, _TokenwiseChunks(name, Replay(module, forward, x), x, rest, tokens, contextlib.nullcontext, copies), x
+    )
 
 
 class _Chunks(abc.ABC):
@@ -106,7 +108,7 @@ class _Chunks(abc.ABC):
         name: str,
         replay: Replay,
         x: Tensor,
-        rest: Rest,
+        rest: LayerArguments,
         tokens: int,
         inside: Callable[[], AbstractContextManager[None]],
         copies: HostCopies | None,
@@ -195,7 +197,7 @@ class _Chunks(abc.ABC):
         return dx, [*(grads.dextra.get(i) for i in self.extra), *again.grads]
 
     @abc.abstractmethod
-    def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
+    def _backward(self, again: Recomputation, x: Tensor, grads: _Grads) -> None:
         """Adds to the gradients."""
 
     def _inputs(self, tokens: slice, x: Tensor, grads: _Grads) -> tuple[Tensor, dict[int, Tensor]]:
@@ -207,7 +209,7 @@ class _Chunks(abc.ABC):
 
     def _differentiate(
         self,
-        again: Again,
+        again: Recomputation,
         outputs: Sequence[Tensor | None],
         douts: Sequence[Tensor | None],
         tokens: slice,
@@ -230,7 +232,7 @@ class _Chunks(abc.ABC):
         return found
 
     def _backward_chunk(
-        self, chunk: Chunk, again: Again, x: Tensor, douts: Sequence[Reader | None], grads: _Grads
+        self, chunk: Chunk, again: Recomputation, x: Tensor, douts: Sequence[Reader | None], grads: _Grads
     ) -> list[Tensor | None]:
         """Runs a chunk again and differentiates it. Returns the gradients of what it takes besides: the states of
         recurrences, or in several passes what calls gave."""
@@ -271,7 +273,7 @@ class _Chunks(abc.ABC):
         return x.view(self.batch, num_tokens, *x.shape[1:])
 
 
-class _Apart(_Chunks):
+class _TokenwiseChunks(_Chunks):
     """No token attends another."""
 
     def _forward(self, x: Tensor, outputs: list[Writer | None]) -> bool:
@@ -281,7 +283,7 @@ class _Apart(_Chunks):
             is_tuple = self._run(LoneChunk(tokens, self.seq_len), read.take(tokens), outputs)
         return is_tuple
 
-    def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
+    def _backward(self, again: Recomputation, x: Tensor, grads: _Grads) -> None:
         read, douts = Reader(x, self.order), grads.readers(self.order)
         for tokens in tiles(self.seq_len, self.tokens):
             self._restore(tokens)
@@ -294,7 +296,7 @@ class _OnePass(_Chunks):
     num_calls = 0  # of attention, in a chunk
 
     def _forward(self, x: Tensor, outputs: list[Writer | None]) -> bool:
-        keys: list[Keys] = []
+        keys: list[KeyValueCache] = []
         # With which recurrences begin, by the chunk's first token: kept for the backward, where it is another order.
         self.states: dict[int, list[Tensor]] = {0: []}
         read, is_tuple = Reader(x, self.order), False
@@ -312,8 +314,8 @@ class _OnePass(_Chunks):
         states = self.states.get(tokens.start, [])  # the planner leaves out chunks that are like others
         return Carried(tokens, [x.detach().requires_grad_() for x in states] if requires_grad else states)
 
-    def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
-        keys: list[Keys] = []
+    def _backward(self, again: Recomputation, x: Tensor, grads: _Grads) -> None:
+        keys: list[KeyValueCache] = []
         with torch.no_grad():
             read = Reader(x, self.order)
             for tokens in tiles(self.seq_len, self.tokens) if self.num_calls else ():
@@ -338,7 +340,7 @@ class _Passes(_Chunks):
     def _forward(self, x: Tensor, outputs: list[Writer | None]) -> bool:
         before, outs, is_tuple = random_states(), list[Tensor](), False
         while True:
-            found, read = list[Whole](), Reader(x, self.order)
+            found, read = list[MixingCall](), Reader(x, self.order)
             for tokens in tiles(self.seq_len, self.tokens):
                 self.random_states[tokens.start] = RandomState(x)
                 chunk = PassChunk(tokens, self.seq_len, [out[:, tokens] for out in outs], found)
@@ -354,8 +356,8 @@ class _Passes(_Chunks):
             outs.append(found[0].forward())
             del found, chunk
 
-    def _backward(self, again: Again, x: Tensor, grads: _Grads) -> None:
-        wholes, outs = list[Whole](), list[Tensor]()
+    def _backward(self, again: Recomputation, x: Tensor, grads: _Grads) -> None:
+        wholes, outs = list[MixingCall](), list[Tensor]()
         for _ in range(self.num_calls):
             wholes.append(self._whole(again, x, outs))
             outs.append(wholes[-1].forward(self.copies, self.tokens))
@@ -366,9 +368,9 @@ class _Passes(_Chunks):
             outs.pop()
             self._backward_pass(again, x, outs, douts, grads, of_inputs, has_tokens)
 
-    def _whole(self, again: Again, x: Tensor, outs: list[Tensor]) -> Whole:
+    def _whole(self, again: Recomputation, x: Tensor, outs: list[Tensor]) -> MixingCall:
         """Run the next call: a pass without gradients."""
-        found, read, taken = list[Whole](), Reader(x, self.order), [Reader(out, self.order) for out in outs]
+        found, read, taken = list[MixingCall](), Reader(x, self.order), [Reader(out, self.order) for out in outs]
         with torch.no_grad():
             for tokens in tiles(self.seq_len, self.tokens):
                 chunk = PassChunk(tokens, self.seq_len, [out.take(tokens) for out in taken], found)
@@ -377,7 +379,7 @@ class _Passes(_Chunks):
 
     def _backward_pass(
         self,
-        again: Again,
+        again: Recomputation,
         x: Tensor,
         outs: list[Tensor],
         douts: list[Writer],
@@ -417,7 +419,7 @@ class _Passes(_Chunks):
         self,
         chunk: PassChunk,
         of_chunk: Sequence[Tensor | None],
-        again: Again,
+        again: Recomputation,
         x: Tensor,
         before: Tensor | None,
         grads: _Grads,

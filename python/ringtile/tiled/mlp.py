@@ -24,7 +24,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from ringtile import arguments
 from ringtile.errors import InputError, RefusedError
 from ringtile.tiled.glu import GluTiles, find_glu
-from ringtile.tiled.replay import Again, Output, RandomState, Replay, Work, as_tuple, run
+from ringtile.tiled.replay import Output, RandomState, Recomputation, Replay, Work, as_tuple, run
 from ringtile.tiled.tiles import check_tile_tokens, tiles
 
 _MAX_GLU_PARTS = 48  # of a module that is traced as a GLU: three projections with adapters have 35
@@ -135,7 +135,7 @@ class ModuleTiles:
         return None if dx is None else dx.view(x.shape), again.grads
 
     def _backward_tile(
-        self, tile: slice, x_tile: Tensor, douts: Sequence[Tensor | None], again: Again, dx: Tensor | None
+        self, tile: slice, x_tile: Tensor, douts: Sequence[Tensor | None], again: Recomputation, dx: Tensor | None
     ) -> None:
         """Recomputes one tile, adds its weight gradients to the sums and fills its rows of dx."""
         x_tile.requires_grad_(dx is not None)

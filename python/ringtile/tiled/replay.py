@@ -132,15 +132,15 @@ class Replay:
         }
 
     @contextlib.contextmanager
-    def again(self, weights: Sequence[Tensor], state: RandomState) -> Iterator[Again]:
+    def again(self, weights: Sequence[Tensor], state: RandomState) -> Iterator[Recomputation]:
         """Inside, the module runs again, with gradients; the random numbers go on from that state."""
-        again = Again(self, weights)
+        again = Recomputation(self, weights)
         with torch.random.fork_rng(state.devices, device_type=self.autocast["device_type"]), again.running():
             state.restore()
             yield again
 
 
-class Again:
+class Recomputation:
     """A module that runs again. grads: of its weights, in the dtype of their sums; None where none was added."""
 
     def __init__(self, replay: Replay, weights: Sequence[Tensor]) -> None:

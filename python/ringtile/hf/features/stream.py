@@ -39,7 +39,7 @@ from ringtile.hf.tiled_forward import TiledForward, gather_as_one, own_forward, 
 from ringtile.sequence.layout import named_layout
 from ringtile.sequence.sharded import ShardedSequence
 from ringtile.stream.attend import WHOLE, attends_no_later_chunk, running_chunk
-from ringtile.stream.layer import Rest, run_chunks, run_tokens
+from ringtile.stream.layer import LayerArguments, run_chunks, run_tokens
 from ringtile.tiled.host import HostCopies, to_host
 from ringtile.tiled.mlp import check_parts
 from ringtile.tiled.tiles import tile_limit
@@ -237,11 +237,13 @@ class _StreamedLayer(TiledForward):
         with _without_checkpoints(module):
             return self.own_forward(module, *args, **kwargs)
 
-    def _rest(self, given: dict[str, Any], x: Tensor) -> Rest:
+    def _rest(self, given: dict[str, Any], x: Tensor) -> LayerArguments:
         """The arguments besides the hidden states. RefusedError names one whose tokens are not known."""
         leaves, spec = pytree.tree_flatten(((), given))
         names = [name for name, value in given.items() for _ in pytree.tree_leaves(value)]
-        return Rest(leaves, [self._dim(name, leaf, x) for name, leaf in zip(names, leaves, strict=True)], spec)
+        return LayerArguments(
+            leaves, [self._dim(name, leaf, x) for name, leaf in zip(names, leaves, strict=True)], spec
+        )
 
     def _dim(self, name: str, leaf: Any, x: Tensor) -> int | None:
         dim = _TOKEN_DIMS.get(name)
