@@ -1,9 +1,9 @@
 """torchao's float8 linear layers: what is scaled by the largest of all tokens is scaled by that of the whole sequence.
 
-A scale of one token (rowwise, in the forward and in the gradient of the input) is the same on a shard. A scale of a
-tensor, and the scales of the gradient of the weight, are of all tokens: there the largest value is that of all ranks
-that share the sequence, by one all-reduce of a number, or of a row of features, for each tensor. torchao does it itself
-where it is asked to; nothing is computed otherwise.
+A scale of one token (rowwise, in the forward and in the gradient of the input) is the same on a shard, and so are those
+of MX blocks of a token's features. A scale of a tensor, and the scales of the gradient of the weight, are of all
+tokens: there the largest value is that of all ranks that share the sequence, by one all-reduce of a number, or of a row
+of features, for each tensor. torchao does it itself where it is asked to; nothing is computed otherwise.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ from ringtile.hf.group import ContextParallelGroup
 from ringtile.hf.patches import Patches
 
 _MODULE = "torchao.float8.float8_linear"
+# Layers, or classes of weights, that scale the gradient of a weight by blocks of tokens, or by values seen before.
+_OTHERS = (
+    *(f"torchao.prototype.{name}." for name in ("moe_training", "blockwise_fp8_training", "float8nocompile")),
+    "torchao.prototype.quantized_training.int8_mixed_precision",
+    "transformer_engine.",
+)
 
 
 class _Group(NamedTuple):
@@ -44,12 +50,13 @@ def _refuse(run: Enabled) -> None:
             "mixed_precision is fp8, by which accelerate replaces layers after ringtile.enable; expected a model whose "
             "layers torchao.float8.convert_to_float8_training has replaced before the Trainer was built"
         )
-    for path, module in run.wrapped.named_modules():
-        home = type(module).__module__
-        if home.startswith(("torchao.prototype.mx_formats", "transformer_engine.")):
+    for path, each in (*run.wrapped.named_modules(), *run.wrapped.named_parameters()):
+        home, in_16_bits = type(each).__module__, getattr(getattr(each, "config", each), "wgrad_with_hp", False)
+        if home.startswith(_OTHERS) and not in_16_bits:
             raise RefusedError(
-                f"{path} is a {type(module).__name__} of {home}; expected torchao's Float8Linear, or 16 bits: "
-                f"blocks of tokens, and histories of the largest value, are those of a shard, and not of the sequence"
+                f"{path} is a {type(each).__name__} of {home}; expected torchao's Float8Linear, MXFP8 with "
+                f"wgrad_with_hp, or 16 bits: blocks of tokens, and histories of the largest value, are those of a "
+                f"shard, and not of the sequence"
             )
     if _layers(run.wrapped) and (tiles := [key for key in ("tiled_mlp", "stream") if getattr(run.config, key)]):
         raise RefusedError(
