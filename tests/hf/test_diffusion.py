@@ -8,6 +8,7 @@ import torch
 from hf_models import tiny_model
 from hf_training import Padded, failure_of, make_trainer
 from pool import run_ranks
+from ringtile.hf import shard
 from torch.nn import functional
 from transformers import Trainer
 
@@ -99,6 +100,9 @@ CASES: dict[str, Any] = {
     "masked, by another name": (
         *(Masked, lambda: tiny_model("gemma3", use_bidirectional_attention=True), Padded(), Padded()),
     ),
+    "masked, by a third name": (
+        *(Masked, lambda: tiny_model("gemma4", use_bidirectional_attention="all"), Padded(), Padded()),
+    ),
     "without a head": (Pairs, lambda: tiny_model(is_causal=False).base_model, Padded(), Padded()),
     "blocks": (Blocks, tiny_model, with_square, with_intervals),
 }
@@ -117,14 +121,35 @@ def _trained(case: str, size: int) -> dict[str, torch.Tensor]:
     return trainer.model.state_dict()
 
 
-# Of float64, but for the gradients of Gemma's norms, which are sums of float32; a lost key shows above 1e-4.
+# Of float64, but for Gemma, whose norms are of float32; a lost key shows above 1e-4.
 @pytest.mark.parametrize(("case", "size"), [*((case, 2) for case in CASES), ("blocks", 4)])
 def test_diffusion_is_that_of_one_process(case: str, size: int) -> None:
     expected = _trained(case, 1)
     for weights in run_ranks(size, _trained, case, size):
         for name, weight in expected.items():
             error = (weights[name] - weight).abs().max() / weight.abs().max()
-            assert error <= (1e-6 if "norm" in name else 1e-10), name
+            assert error <= (1e-6 if "norm" in name or "third" in case else 1e-10), name
+
+
+def _narrowed(case: str) -> str:
+    """What ends the training where ranks that share a row attend less of it."""
+    made = shard._sequence_of
+
+    def narrower(mask: Any, layout: str, group: Any, *options: Any) -> Any:
+        window = ringtile.IntervalMask.sliding_window(mask.seq_len, 4, causal=False)
+        return made(mask if group is None else mask & window, layout, group, *options)
+
+    cls, model, _, collator = CASES[case]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "_sequence_of", narrower)
+        return failure_of(make_trainer(trainer_class=cls, model=model().train(), collator=collator))
+
+
+@pytest.mark.parametrize("case", ["masked", "blocks"])
+def test_the_first_batch_stops_another_mask(case: str) -> None:
+    for message in run_ranks(2, _narrowed, case):
+        assert "RefusedError" in message
+        assert "model.layers.0.self_attn" in message
 
 
 # ---- refused ------------------------------------------------------------------------------------

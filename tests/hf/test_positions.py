@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hf_training import Padded, assert_equal_training, packed, train
+from hf_training import Padded, assert_equal_training, failure_of, make_trainer, packed, train
 from pool import run_ranks
+from ringtile.hf import shard
+from ringtile.hf.shard import shard_batch
 
 ALONE: dict[str, Any] = {"evaluate": False, "max_steps": 2, "gradient_accumulation_steps": 1}
 
@@ -58,6 +60,26 @@ def test_positions_that_jump_and_start_again_are_free(collator: Any) -> None:
     keys = {"context_parallel_size": 2, "first_batch_check": "require"}
     for run in run_ranks(2, train, keys, collator=collator, **ALONE, **model):
         assert_equal_training(run, expected)
+
+
+def _counted_anew() -> str:
+    """What ends the training where a rank counts the positions of its shard itself."""
+
+    def sharded(*args: Any, **options: Any) -> Any:
+        local, batch = shard_batch(*args, **options)
+        if options["group"] is not None:
+            local["position_ids"] = torch.arange(local["position_ids"].size(1)).expand_as(local["position_ids"])
+        return local, batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "shard_batch", sharded)
+        return failure_of(make_trainer(collator=by_seq_idx))
+
+
+def test_the_first_batch_stops_other_positions() -> None:
+    for message in run_ranks(2, _counted_anew):
+        assert "RefusedError" in message
+        assert "model.rotary_emb" in message
 
 
 def drawing(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -145,7 +145,7 @@ def attends_causally(model: PreTrainedModel) -> bool:
     # A decoder for which transformers draws full masks; each loss is computed as in one process.
     if True in first and not getattr(config, "is_causal", True):
         return False
-    if getattr(config, "use_bidirectional_attention", None) is True and True not in first and not towers(model):
+    if getattr(config, "use_bidirectional_attention", 0) in (True, "all") and True not in first and not towers(model):
         return False
     # An encoder whose loss is the Trainer's does not shift either, and a loss of rows says nothing.
     has_no_head = model.base_model is model
