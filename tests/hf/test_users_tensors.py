@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import ringtile
+import test_images
 import torch
 from hf_models import SIZES
 from hf_training import failure_of, make_trainer
@@ -12,7 +13,15 @@ from losses import OwnMean, of_tokens
 from pool import run_ranks
 from torch import nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer
+from transformers import (
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 HIDDEN, VOCAB, EXPERTS, HEADS, TASKS = SIZES["hidden_size"], SIZES["vocab_size"], 4, 3, 200
@@ -57,7 +66,7 @@ class Replaying(MixtralForCausalLM):
         return super().forward(input_ids=input_ids, **kwargs)
 
 
-class Draft(LlamaForCausalLM):
+class DraftBase(LlamaModel):
     """Predicts from the embedding of a token and hidden states of a larger model, as EAGLE-3 does."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -65,8 +74,14 @@ class Draft(LlamaForCausalLM):
         self.joined = nn.Linear(3 * HIDDEN, HIDDEN, bias=False)
 
     def forward(self, input_ids=None, target_states=None, **kwargs):  # target_states (B, S, 2, E)
-        embeddings = torch.cat([self.model.embed_tokens(input_ids), target_states.flatten(2)], dim=-1)
-        return super().forward(inputs_embeds=self.joined(embeddings), **kwargs)
+        embeddings = torch.cat([self.embed_tokens(input_ids), target_states.flatten(2)], dim=-1)
+        return super().forward(**kwargs | {"inputs_embeds": self.joined(embeddings)})
+
+
+class Draft(LlamaForCausalLM):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model = DraftBase(config)
 
 
 class Medusa(LlamaForCausalLM):
@@ -183,12 +198,12 @@ def _trainer(kind: str, **options: Any) -> Trainer:
     return make_trainer(**settings | options)
 
 
-def _trained(kind: str, size: int, **options: Any) -> dict[str, torch.Tensor]:
+def _trained(kind: str, size: int, config: dict[str, Any] | None = None, **options: Any) -> dict[str, torch.Tensor]:
     """The weights after two steps, and predictions."""
     trainer = _trainer(kind, **options)
     if size > 1:
         keys = {"context_parallel_size": size, "first_batch_check": "require"}
-        ringtile.enable(trainer, keys | KINDS[kind][3])
+        ringtile.enable(trainer, keys | KINDS[kind][3] | (config or {}))
     trainer.train()
     evaluated = trainer.predict(trainer.eval_dataset).predictions if kind in ("medusa", "steps") else ()
     ringtile.restore(trainer)
@@ -202,13 +217,67 @@ TOLERANCE = 1e-10
 WORLDS = [(kind, 2) for kind in KINDS] + [("draft", 4)]
 
 
-@pytest.mark.parametrize(("kind", "size"), WORLDS)
-def test_tensors_of_the_user_are_those_of_one_process(kind: str, size: int) -> None:
-    expected = _trained(kind, 1)
-    for weights in run_ranks(size, _trained, kind, size):
+def _assert_one_process(
+    kind: str, size: int, config: dict[str, Any] | None = None, tolerance: float = TOLERANCE, **options: Any
+) -> None:
+    expected = _trained(kind, 1, **options)
+    for weights in run_ranks(size, _trained, kind, size, config, **options):
         assert weights.keys() == expected.keys()
         for name, weight in expected.items():
-            assert (weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
+            assert (weights[name] - weight).abs().max() <= tolerance * weight.abs().max(), name
+
+
+@pytest.mark.parametrize(("kind", "size"), WORLDS)
+def test_tensors_of_the_user_are_those_of_one_process(kind: str, size: int) -> None:
+    _assert_one_process(kind, size)
+
+
+@pytest.mark.parametrize("kind", ["draft", "medusa"])
+def test_streamed_layers_take_tensors_of_the_user(kind: str) -> None:
+    _assert_one_process(kind, 2, {"stream": True, "tile_tokens": 4})
+
+
+def test_trl_takes_tensors_of_the_user() -> None:
+    """SFTTrainer, whose loss is of shards, and which calls the model below the head."""
+    collator = {"trainer_arguments": {"data_collator": with_states}}
+    _assert_one_process("draft", 2, tolerance=1e-6, trainer_class="trl.SFTTrainer", **collator)  # in float32
+
+
+class Illustrated(Gemma3ForConditionalGeneration):
+    """Adds hidden states of a larger model to its embeddings."""
+
+    def forward(self, input_ids=None, target_states=None, **kwargs):  # target_states (B, S, E)
+        with self.get_input_embeddings().register_forward_hook(lambda module, args, out: out + target_states):
+            return super().forward(input_ids=input_ids, **kwargs)
+
+
+def _with_images(size: int) -> dict[str, torch.Tensor]:
+    """The weights after two steps on rows with images."""
+    options = test_images.made("gemma3", dtype=torch.float64)
+    model, padded = options["model"], options["trainer_arguments"]["data_collator"]
+    model.__class__ = Illustrated
+    width = model.config.get_text_config().hidden_size
+
+    def collator(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = padded(rows)
+        return batch | {"target_states": drawn(batch["input_ids"], width)}
+
+    options["trainer_arguments"]["data_collator"] = collator
+    trainer = make_trainer(**test_images.STEPS, **options)
+    if size > 1:
+        keys = {"context_parallel_size": size, "first_batch_check": "require"}
+        ringtile.enable(trainer, keys | {"per_token": ["target_states"]})
+    trainer.train()
+    ringtile.restore(trainer)
+    return trainer.model.state_dict()
+
+
+def test_a_model_of_images_takes_tensors_of_the_user() -> None:
+    expected = _with_images(1)
+    for weights in run_ranks(2, _with_images, 2):
+        for name, weight in expected.items():  # gradients of Gemma's norms are sums of float32
+            tolerance = 1e-6 if "norm" in name else TOLERANCE
+            assert (weights[name] - weight).abs().max() <= tolerance * weight.abs().max(), name
 
 
 class Tabled(OwnMean):
@@ -223,11 +292,7 @@ class Tabled(OwnMean):
 
 def test_hooks_ask_for_the_places_of_their_tokens() -> None:
     """Checkpointed: they ask in the backward, too."""
-    expected = _trained("replay", 1)
-    options = {"trainer_class": Tabled, "gradient_checkpointing": True}
-    for weights in run_ranks(2, _trained, "replay", 2, **options):
-        for name, weight in expected.items():
-            assert (weights[name] - weight).abs().max() <= TOLERANCE * weight.abs().max(), name
+    _assert_one_process("replay", 2, trainer_class=Tabled, gradient_checkpointing=True)
     assert ringtile.token_positions(3).tolist() == [0, 1, 2]
 
 
