@@ -261,12 +261,18 @@ def test_streamed_layers_train():
     ringtile.restore(trainer)
 
 
-def test_orpo_and_shared_experts_are_refused():
+def test_orpo_is_refused():
     with pytest.raises(ringtile.ConfigError, match="orpo_alpha"):
         plugin_module().RingtilePlugin().post_trainer_create({"orpo_alpha": 0.1}, None)
-    cfg = {"expert_parallel_size": 2, "ringtile": {"context_parallel_size": 2}}
-    with pytest.raises(ringtile.ConfigError, match="expert_parallel_size is 2 and context_parallel_size 2;"):
-        plugin_module().RingtilePlugin().post_trainer_create(cfg, None)
+
+
+def test_experts_over_ranks_are_refused_before_a_model_is_loaded():
+    """axolotl's dispatch is DeepEP's, on GPUs. Without shared sequences they are axolotl's own matter."""
+    for keys in ({"sequence_parallel_degree": 2}, {"ringtile": {"context_parallel_size": 2}}):
+        with pytest.raises(ringtile.ConfigError, match="expert_parallel_size is 2 and context_parallel_size 2;"):
+            registered(expert_parallel_size=2, **keys)
+    assert registered(expert_parallel_size=2, tiled_loss=True)["expert_parallel_size"] == 2
+    assert registered(expert_parallel_size=1, cp_size=2)["ringtile"] == {"context_parallel_size": 2}
 
 
 def _rows_are_balanced_for():

@@ -81,8 +81,15 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
                     f"{key} is {value!r:.80} but {key} is {section[key]!r:.80} in the mapping {_SECTION}; expected one "
                     f"value, given in one place"
                 )
+        experts, size = cfg.get("expert_parallel_size") or 1, section.get("context_parallel_size", 1)
+        if experts > 1 and size != 1:
+            raise ConfigError(
+                f"expert_parallel_size is {experts} and context_parallel_size {size}; expected one of them to be 1: "
+                f"axolotl's experts over ranks run on DeepEP's GPU kernels, which were not compared with one process "
+                f"(transformers' own, DistributedConfig(ep_size=...), were)"
+            )
         on_host = section.get("stream") and section.get("activation_offloading")  # what a loss takes
-        if section.get("context_parallel_size", 1) != 1 or section.get("tiled_loss") or on_host:
+        if size != 1 or section.get("tiled_loss") or on_host:
             _replace_losses(cfg, section)
         cfg[_SECTION] = section
 
@@ -99,12 +106,7 @@ class RingtilePlugin(BasePlugin):  # type: ignore[misc]
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         if cfg.get("orpo_alpha"):
             raise ConfigError("orpo_alpha is set; remove it: its loss compares full sequences and a rank has a shard")
-        (config, keys), experts = _split(cfg.get(_SECTION)), cfg.get("expert_parallel_size") or 1
-        if experts > 1 and config.context_parallel_size > 1:
-            raise ConfigError(
-                f"expert_parallel_size is {experts} and context_parallel_size {config.context_parallel_size}; expected "
-                f"one of them to be 1: experts that ranks share have not been compared with one process"
-            )
+        config, keys = _split(cfg.get(_SECTION))
         if keys.tiled_mlp_num_shards is None and not keys.tiled_mlp_use_original_mlp:
             patches = enable(trainer, config)
         else:
