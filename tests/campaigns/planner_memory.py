@@ -99,6 +99,8 @@ CASES: list[tuple[Any, ...]] = [
     ("fsdp2", "llama", "long", 8192, 2, True, CP | MLP | LOSS),
     ("fsdp2", "llama", "long", 8192, 2, True, CP | MLP | NORM | LOSS),
     ("zero1", "llama", "wide", 512, 1, False, {}),
+    ("experts", "moe", "long", 4096, 1, False, CP),
+    ("experts", "moe", "wide", 512, 1, True, CP),
     ("zero1", "moe", "long", 4096, 1, False, CP),
     ("zero2", "llama", "wide", 512, 1, False, {}),
     ("zero2", "qwen3", "long", 8192, 1, False, CP),
@@ -136,6 +138,7 @@ _ENVIRONMENT = {
 }
 _IMPORTS = ("hf_engines", "ringtile.hf.trainer", "ringtile.planner.step", "deepspeed", "deepspeed.ops")
 _ENGINES = {"single": "DDP", "ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+_ENGINES["experts"] = "mesh"  # FSDP2 by transformers, where two ranks hold all experts
 
 
 def name_of(case: tuple[Any, ...]) -> str:
@@ -212,6 +215,8 @@ def _train(case: tuple[Any, ...], sizes: dict[str, Any], seq_len: int, steps: in
         config = _config(model, sizes)
         made: Any = AutoModelForImageTextToText if model in VISION else AutoModelForCausalLM
         network = made.from_config(config, dtype=torch.float32)
+        if engine == "experts":
+            network = _over_ranks(network)
         if adapters.startswith("q"):
             network = _in_4bit(network)
         if adapters:
@@ -237,6 +242,17 @@ def _train(case: tuple[Any, ...], sizes: dict[str, Any], seq_len: int, steps: in
         ringtile.enable(trainer, keys)
         trainer.train()
         ringtile.restore(trainer)
+
+
+def _over_ranks(network: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        network.save_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(
+            folder, distributed_config=DistributedConfig(fsdp_size=2, ep_size=2)
+        ).train()
 
 
 def _in_4bit(network: Any) -> Any:
@@ -367,7 +383,8 @@ def predict(case: tuple[Any, ...]) -> dict[str, int]:
     setup = Setup(
         _config(model, SIZES[size]),
         devices=1 if engine == "single" else 2,
-        engine="ddp" if engine == "single" else engine,
+        engine={"single": "ddp", "experts": "fsdp2"}.get(engine, engine),
+        expert_parallel_size=2 if engine == "experts" else 1,
         ringtile=Config(**keys),
         batch=rows,
         gradient_checkpointing=checkpointing,

@@ -197,6 +197,22 @@ def test_engines_shard_the_weights(engine: str) -> None:
     assert shard["optimizer"] == pytest.approx(copies * whole["weights"] / 4, rel=1e-3)
 
 
+def test_ranks_that_share_experts_gather_their_own() -> None:
+    """All ranks together hold each weight once, whoever gathers it; experts that a rank has whole are not gathered."""
+    config = config_of("qwen3_moe", num_hidden_layers=1, moe_intermediate_size=256)
+    setup = Setup(config, devices=4, engine="fsdp2", ringtile=Config(context_parallel_size=4))
+    whole = planned(64, setup)
+    experts = 4 * 3 * E * 256 * 4
+    for size, gathered in ((2, experts // 2), (4, 0)):
+        shared = planned(64, dataclasses.replace(setup, expert_parallel_size=size))
+        assert shared.parts["engine"] == whole.parts["engine"] - experts + gathered
+        assert all(shared.parts[name] == whole.parts[name] for name in ("weights", "gradients", "optimizer"))
+        assert shared.product_flops == whole.product_flops
+    for keys in ({"engine": "zero3"}, {"ringtile": Config(tiled_mlp=True)}):
+        with pytest.raises(RefusedError, match=r"size is 2, beside (--engine zero3|tiled_mlp);"):
+            planned(64, dataclasses.replace(setup, expert_parallel_size=2, **keys))
+
+
 def test_ranks_that_share_a_sequence_hold_their_tokens_only() -> None:
     """The logits of a rank are those of its tokens, and so is what each layer saves."""
     config = config_of(num_hidden_layers=1)

@@ -40,6 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--engine", choices=ENGINES, default="ddp", help="who shards weights and their state (ddp)")
     group.add_argument("--context-parallel-size", type=int, metavar="W", help="ranks that share a sequence (--devices)")
+    group.add_argument(
+        "--expert-parallel-size",
+        type=int,
+        default=1,
+        metavar="E",
+        help="as ep_size of transformers' DistributedConfig, with fsdp2: ranks that hold all experts together (1)",
+    )
     group.add_argument("--gradient-checkpointing", action="store_true", help="as training.gradient_checkpointing")
     group.add_argument("--stream", action="store_true", help="layers on chunks of tokens")
     group.add_argument("--activation-offloading", "--offload", action="store_true", help="saved inputs on the host")
@@ -130,6 +137,7 @@ def run(args: argparse.Namespace) -> Outcome:
         f"{f', of which adapters of rank {setup.lora_rank} are trained' if setup.lora_rank else ''}"
         f"{', bf16 mixed precision' if setup.bf16 else ''}; {tokens_text(seq_len)} tokens ({seq_len}) x {setup.batch} "
         f"rows; {setup.devices} ranks, {setup.engine}, {setup.ringtile.context_parallel_size} share a sequence"
+        f"{f', {setup.expert_parallel_size} share experts' if setup.expert_parallel_size > 1 else ''}"
     )
     if setup.grpo is not None:
         print(
@@ -244,6 +252,12 @@ def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
     size = devices if args.context_parallel_size is None else args.context_parallel_size
     if size < 1 or devices % size:
         raise ConfigError(f"--context-parallel-size is {size}; expected a number that divides --devices, {devices}")
+    experts = args.expert_parallel_size
+    if experts < 1 or devices % experts or (experts > 1 and args.engine != "fsdp2"):
+        raise ConfigError(
+            f"--expert-parallel-size is {experts}; expected a number that divides --devices, {devices}, with --engine "
+            f"fsdp2"
+        )
     if args.batch < 1:
         raise ConfigError(f"--batch is {args.batch}; expected at least 1")
     if args.offload_optimizer and not args.engine.startswith("zero"):
@@ -272,6 +286,7 @@ def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
         config,
         devices=devices,
         engine=args.engine,
+        expert_parallel_size=experts,
         ringtile=Config(**keys),
         batch=args.batch,
         gradient_checkpointing=args.gradient_checkpointing,

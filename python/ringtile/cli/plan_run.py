@@ -22,7 +22,7 @@ _SAID = {
     **dict.fromkeys(("gradient_checkpointing", "activation_offloading", "bf16"), False),
     **dict.fromkeys(("tiled_mlp", "tiled_norm", "tiled_loss", "stream"), False),
     **{"completion_tokens": None, "generation_rows": None, "reference_model": False},  # of a GRPO step: no file's
-    **{"images": None, "image_size": None},  # nor of images
+    **{"images": None, "image_size": None, "expert_parallel_size": 1},  # nor of images, or experts over ranks
     **{"engine": "ddp", "layout": "auto", "scheme": "ring", "batch": 1},
     **{"optimizer": "adamw", "offload_optimizer": False},
 }

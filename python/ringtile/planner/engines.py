@@ -40,6 +40,14 @@ class Plain:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
+    @property
+    def alike(self) -> list[list[nn.Parameter]]:
+        """The parameters, by the ranks that shard them."""
+        meshes: dict[Any, list[nn.Parameter]] = {}
+        for parameter in self.parameters:
+            meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        return list(meshes.values())
+
     def prepare(self) -> nn.Module:
         """Counts weights and the engine's own buffers; returns the model to run. Inside the fake mode, once."""
         for parameter in self.model.parameters():
@@ -58,7 +66,7 @@ class Plain:
     def make_states(self) -> None:
         """Makes them by a step, in which DTensors also look up, once, how their ops are sharded: on whole tensors."""
         if self.setup.optimizer == "adamw":
-            self.optimizer = torch.optim.AdamW(self.parameters, fused=True)
+            self.optimizer = torch.optim.AdamW([{"params": each} for each in self.alike], fused=True)
         else:
             self.hold("optimizer", self.state_bytes(), torch.uint8)
         for parameter in self.parameters:
@@ -93,7 +101,7 @@ class Plain:
 
     def step(self) -> None:
         """The optimizer's step; afterwards no gradient is left."""
-        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        torch.nn.utils.clip_grad_norm_(self.alike[0], 1.0)  # of the others it makes as few numbers
         if self.optimizer is not None:
             self.optimizer.step()
         for parameter in self.parameters:
@@ -109,7 +117,8 @@ class Plain:
 class Fsdp2(Plain):
     """torch's fully_shard, wrapped by accelerate as `fsdp_config: {version: 2}` has it."""
 
-    def prepare(self) -> nn.Module:
+    def shard(self) -> None:
+        """Replaces the model by one whose weights are sharded."""
         from accelerate.utils import FullyShardedDataParallelPlugin
         from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
         from torch.distributed.device_mesh import init_device_mesh
@@ -137,6 +146,9 @@ class Fsdp2(Plain):
         if plugin.activation_checkpointing:
             self.model = fsdp2_apply_ac(accelerator, self.model)
         self.model = fsdp2_prepare_model(accelerator, self.model)
+
+    def prepare(self) -> nn.Module:
+        self.shard()
         for parameter in self.model.parameters():
             self.live.count(parameter, "weights")
         self.live.gradients_made_by_engine = self._gradient_bytes
@@ -153,7 +165,7 @@ class Fsdp2(Plain):
         _gather_once(model)
 
     def _gradient_bytes(self) -> int:
-        found = (parameter.grad for parameter in self.parameters)
+        found = (parameter.grad for parameter in self.parameters if parameter.is_leaf)
         locals_ = [getattr(gradient, "_local_tensor", gradient) for gradient in found if gradient is not None]
         return sum(x.numel() * x.itemsize for x in locals_)
 
@@ -252,6 +264,10 @@ class Zero(Plain):
 
 def make_engine(setup: Setup, model: nn.Module, live: Live) -> Plain:
     """The engine of the setup, not yet prepared."""
+    if setup.expert_parallel_size > 1:
+        from ringtile.planner.experts import Experts
+
+        return Experts(setup, model, live)
     kind = Fsdp2 if setup.engine == "fsdp2" else Zero if setup.engine.startswith("zero") else Plain
     return kind(setup, model, live)
 

@@ -19,6 +19,7 @@ class Setup:
     model: PretrainedConfig
     devices: int = 1
     engine: str = "ddp"  # of ENGINES
+    expert_parallel_size: int = 1  # ranks that hold all experts of a layer together, under fsdp2
     ringtile: Config = field(default_factory=Config)
     batch: int = 1  # rows of a rank's batch
     gradient_checkpointing: bool = False

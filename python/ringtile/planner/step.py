@@ -42,7 +42,7 @@ from ringtile.hf.features.norm import install_tiled_norm
 from ringtile.hf.layers import mask_of_layer, mixers, refuse_indexers
 from ringtile.hf.model import check_model, instead, text_modules
 from ringtile.hf.patches import Patches
-from ringtile.planner import grpo
+from ringtile.planner import experts, grpo
 from ringtile.planner.adapters import add_lora
 from ringtile.planner.engines import make_engine, silent_ranks
 from ringtile.planner.images import PlannedImages, TowerShare, attend_as_loaded
@@ -191,7 +191,7 @@ class TrainingStep:
                 grpo.compute_log_probs_as_on_gpu(patches)
         elif setup.ringtile.tiled_loss:
             install_tiled_loss(model, setup.ringtile, patches)
-        by_engine = setup.engine == "fsdp2"
+        by_engine = setup.engine == "fsdp2" and setup.expert_parallel_size == 1
         if setup.gradient_checkpointing and not by_engine:
             getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": False, "preserve_rng_state": False})
         self._engine = make_engine(setup, model, self._live)
@@ -330,7 +330,7 @@ class TrainingStep:
 
     def _call(self, model: nn.Module, **inputs: Any) -> Any:
         """A model as accelerate has wrapped it."""
-        if self.setup.bf16 and self.setup.engine == "ddp":
+        if self.setup.bf16 and (self.setup.engine == "ddp" or self.setup.expert_parallel_size > 1):
             from accelerate.utils import convert_outputs_to_fp32
 
             with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -435,6 +435,8 @@ def _few_modules() -> Iterator[None]:
 def check(model: PreTrainedModel, setup: Setup) -> None:
     """RefusedError: what ringtile does not train exactly, or what the planner cannot run on fake tensors."""
     name = type(model).__name__
+    if setup.expert_parallel_size > 1:
+        experts.check(setup)
     refuse_indexers(name, text_modules(model), lambda: instead(model))
     if reason := recurrent.unknown(text_modules(model)):
         raise RefusedError(f"{name}: {reason}, which the planner does not know; measure it with a short training")
