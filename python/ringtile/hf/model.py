@@ -174,9 +174,11 @@ def check_training_model(model: nn.Module) -> None:
 
 
 def has_engine(model: nn.Module) -> bool:
-    """Whether an engine that averages gradients over the ranks has wrapped the model."""
+    """Whether an engine that averages gradients over the ranks has wrapped the model, or what has adapters in it: the
+    Trainer itself averages those of adapters of a model that transformers has sharded."""
     inner = getattr(model, "_orig_mod", model)
-    return isinstance(inner, FSDPModule) or inside_engine(inner) is not inner
+    is_sharded = getattr(inner, "is_distributed_loading_by_transformers", False)
+    return bool(is_sharded) or isinstance(inner, FSDPModule) or inside_engine(inner) is not inner
 
 
 def inside_engine(model: nn.Module) -> nn.Module:

@@ -160,7 +160,8 @@ class LossOnRollouts(LossOnSequences):
         (counts, mine), answer, op = self._dealt(len(rows)), None, "the rows to generate"
         shared, transport = _hash(repr(_without_pixels(rows))), transport_of(group.process_group)
         plugin = trainer.accelerator.state.deepspeed_plugin
-        gathers = isinstance(trainer.model, FSDPModule) or (plugin is not None and plugin.zero_stage == 3)
+        is_sharded = isinstance(trainer.model, FSDPModule) or isinstance(self.base, FSDPModule)
+        gathers = is_sharded or (plugin is not None and plugin.zero_stage == 3)
         if rows[mine] or gathers:  # a rank without rows helps the others to gather weights
             of_rank = (shared, random_digest(), trainer.state.global_step, self.base.training, group.rank)
             with transport.propagate_errors(op), random_numbers_of(_hash(repr(of_rank))):
