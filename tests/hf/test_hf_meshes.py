@@ -10,44 +10,50 @@ import ringtile
 import torch
 from hf_engines import engine
 from hf_models import tiny_model, with_lora
-from hf_training import _train, assert_equal_training, enter_world, make_trainer, packed, train
+from hf_training import _train, assert_equal_training, enter_world, failure_of, make_trainer, packed, train
+from peft import LoraConfig, get_peft_model
 from pool import run_ranks
+from ringtile.hf.features import balancing_loss
 from ringtile.hf.group import ContextParallelGroup
 from transformers import AutoModelForCausalLM
+from transformers.distributed.expert_parallel import AllToAllEP
 
 CP2 = {"context_parallel_size": 2}
 TP2 = {"tp_size": 2, "fsdp_size": 2}
-EXPERTS = ("mixtral", "gpt-oss", "deepseek-v3", "glm4-moe")
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder by family, with a tiny model."""
 
-    def save(family):
+    def save(family, **sizes):
         folder = tmp_path_factory.mktemp(family)
-        tiny_model(family).save_pretrained(folder)
+        tiny_model(family, **sizes).save_pretrained(folder)
         return str(folder)
 
     return save
 
 
-def _load(folder, mesh=None):
+def _load(folder, mesh=None, targets=None):
     enter_world()
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=mesh).train()
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=mesh).train()
+    if targets is None:
+        return model
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
 
 
-def _train_on(folder, mesh, config, options):
+def _train_on(folder, mesh, config, options, targets=None):
     with engine("mesh") as arguments:
-        run, trainer = _train(config, model=_load(folder, mesh), **arguments, **options)
+        run, trainer = _train(config, model=_load(folder, mesh, targets), **arguments, **options)
     assert trainer.model_wrapped is trainer.model  # nothing has wrapped it a second time
     return run
 
 
-def _assert_equals_one_process(folder, mesh, config, rows=2, **options):
-    expected = train(None, model=_load(folder), per_device_train_batch_size=rows, **options)
+def _assert_equals_one_process(folder, mesh, config, rows=2, targets=None, **options):
+    expected = train(None, model=_load(folder, targets=targets), per_device_train_batch_size=rows, **options)
     ranks = mesh.get("dp_replicate_size", 1) * mesh.get("fsdp_size", 1) * mesh.get("tp_size", 1)
-    for run in run_ranks(ranks, _train_on, folder, mesh, {**CP2, **config}, options):
+    for run in run_ranks(ranks, _train_on, folder, mesh, {**CP2, **config}, options, targets):
         assert_equal_training(run, expected)
         if rows == 2:  # else one process pads other rows together
             assert (run.num_input_tokens, run.total_flos) == (expected.num_input_tokens, expected.total_flos)
@@ -91,20 +97,100 @@ def test_a_model_sharded_while_it_was_loaded(saved, mesh):
     _assert_equals_one_process(saved("llama"), mesh, {"context_parallel_scheme": "ulysses"}, **options)
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", *(pytest.param(x, marks=pytest.mark.long) for x in EXPERTS)])
-def test_ranks_that_share_a_sequence_share_experts(saved, family):
+# ---- experts over ranks -------------------------------------------------------------------------
+
+EP2 = {"fsdp_size": 2, "ep_size": 2}
+EXPERTS = {
+    # whose balancing loss is one for each batch
+    **{
+        "qwen3-moe": {"output_router_logits": False},
+        "deepseek-v3": {},
+        "glm4-moe": {},
+        "mixtral": {"num_local_experts": 4},
+    },
+    "gpt-oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+MESHES = {
+    "2 of 4 ranks hold all experts": {"fsdp_size": 4, "ep_size": 2},
+    "4 ranks hold all experts": {"fsdp_size": 4, "ep_size": 4},
+    "2 of 2 x 2 ranks hold all experts": {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2},
+}
+
+
+def test_ranks_that_share_a_sequence_share_experts(saved):
     """Each dispatches its own tokens; the balancing loss is of all. The first batch is proved."""
-    config = {"first_batch_check": "require"} if family == "qwen3-moe" else {}
-    mesh = {"fsdp_size": 2, "ep_size": 2}
-    _assert_equals_one_process(saved(family), mesh, config, max_steps=2, evaluate=False, gradient_checkpointing=True)
+    options = {"max_steps": 2, "evaluate": False, "gradient_checkpointing": True}
+    _assert_equals_one_process(saved("qwen3-moe"), EP2, {"first_batch_check": "require"}, **options)
+
+
+def test_adapters_beside_experts_that_ranks_share(saved):
+    options = {"targets": ["q_b_proj", "o_proj"], "max_steps": 1}
+    _assert_equals_one_process(saved("deepseek-v3"), EP2, {}, **options)
+
+
+def _train_on_meshes(folders, options):
+    return {
+        (family, name): _train_on(folder, mesh, CP2, options)
+        for family, folder in folders.items()
+        for name, mesh in MESHES.items()
+    }
 
 
 @pytest.mark.long
 def test_two_groups_share_experts(saved):
-    """2 x 2 ranks, of which those of a group share all experts, or the four do."""
-    for size in (2, 4):
-        mesh = {"fsdp_size": 4, "ep_size": size}
-        _assert_equals_one_process(saved("deepseek-v3"), mesh, {}, rows=4, max_steps=2, evaluate=False)
+    """Two batches, each on 2 of 4 ranks; gradients are accumulated."""
+    folders = {family: saved(family, **sizes) for family, sizes in EXPERTS.items()}
+    options = {"max_steps": 1, "evaluate": False}
+    expected = {
+        family: train(None, model=_load(folder), per_device_train_batch_size=4, **options)
+        for family, folder in folders.items()
+    }
+    for runs in run_ranks(4, _train_on_meshes, folders, options):
+        for (family, _), run in runs.items():
+            assert_equal_training(run, expected[family])
+
+
+def _dispatch_drops(patch):
+    """The last tokens that a rank gets for its experts are lost, as beyond a capacity."""
+    combine = AllToAllEP._combine_tokens
+
+    def dropped(self, output, state):
+        return combine(self, output * (torch.arange(len(output)) < 16)[:, None], state)
+
+    patch.setattr(AllToAllEP, "_combine_tokens", dropped)
+
+
+def _loss_counts_twice(patch):
+    sums = balancing_loss._sums
+    patch.setattr(balancing_loss, "_sums", lambda *args: tuple(2 * each for each in sums(*args)[:2]) + sums(*args)[2:])
+
+
+def _router_counts_padding(patch):
+    sums = balancing_loss._sums
+    patch.setattr(balancing_loss, "_sums", lambda logits, experts, top_k, weights: sums(logits, experts, top_k, None))
+
+
+BROKEN = {
+    _dispatch_drops: "mlp (Qwen3MoeSparseMoeBlock)",
+    _loss_counts_twice: "the loss",
+    _router_counts_padding: "the loss",
+}
+
+
+def _refusals_of_broken(folder):
+    model, messages = _load(folder, EP2), []
+    for breaks in BROKEN:
+        with engine("mesh") as arguments, pytest.MonkeyPatch.context() as patch:
+            breaks(patch)
+            messages.append(failure_of(make_trainer(model=model, **arguments)))
+    return messages
+
+
+def test_experts_whose_dispatch_or_loss_is_broken_are_named_before_the_first_step(saved):
+    for messages in run_ranks(2, _refusals_of_broken, saved("qwen3-moe")):
+        for message, place in zip(messages, BROKEN.values(), strict=True):
+            assert message.startswith("RefusedError: 2 ranks do not compute what one process computes")
+            assert place in message
 
 
 # ---- groups and refusals ------------------------------------------------------------------------
@@ -142,12 +228,11 @@ class _WithExperts:
 
     tp_size: int = 2
     ep_implementation: str = "auto"
-    adapters: bool = False
 
     def __call__(self, model):
         mesh = model.config.distributed_config
         mesh.ep_size, mesh.tp_size, mesh.ep_implementation = 2, self.tp_size, self.ep_implementation
-        return with_lora(model) if self.adapters else model
+        return model
 
 
 @pytest.mark.parametrize(
@@ -156,12 +241,28 @@ class _WithExperts:
         (CP2, _same, "context_parallel_size is 2 but there are 2 ranks, 1 along the data-parallel dimension"),
         (CP2, _with_pipeline, "uses pp_size in distributed_config; unset it"),
         (CP2, _WithExperts(), "ep_size is 2, beside tp_size 2"),
-        (CP2, _WithExperts(ep_implementation="all_reduce"), "beside ep_implementation 'all_reduce'"),
-        (CP2, _WithExperts(tp_size=1, adapters=True), "beside adapters"),
-        ({"tiled_mlp": True, "stream": True}, _WithExperts(tp_size=1), "beside tiled_mlp and stream"),
+        (CP2, _WithExperts(1, "all_reduce"), "beside ep_implementation 'all_reduce'"),
+        (CP2, _WithExperts(1, "deepgemm_megamoe"), "beside ep_implementation 'deepgemm_megamoe'"),
         (CP2, with_lora, "uses adapters under tensor parallelism"),
     ],
 )
 def test_what_a_mesh_cannot_have_is_named(saved, config, change, words):
     for message in run_ranks(2, _refusal_on, saved("llama"), {"tp_size": 2}, config, change):
+        assert words in message
+
+
+def _with_adapted_experts(model):
+    return get_peft_model(model, LoraConfig(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]))
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "words"),
+    [
+        (CP2, _with_adapted_experts, "beside adapters on base_model.model.model.layers.0.mlp.experts;"),
+        ({"tiled_mlp": True}, _same, "tiled MLP: experts sends tokens to experts of other ranks"),
+        ({"stream": True}, _same, "mlp.experts sends tokens to experts of other ranks"),
+    ],
+)
+def test_what_experts_over_ranks_cannot_have_is_named(saved, config, change, words):
+    for message in run_ranks(2, _refusal_on, saved("qwen3-moe"), EP2, config, change):
         assert words in message

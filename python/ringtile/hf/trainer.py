@@ -183,7 +183,7 @@ def _install(trainer: Trainer, config: Config, patches: Patches) -> None:
     if config.tiled_mlp or config.tiled_norm or config.stream:
         _end_other_session(base)
     run = Enabled(trainer, trainer.model, base, config)
-    trainers.check_experts(trainer, config)
+    trainers.check_experts(trainer)
     features = [each for each in FEATURES if getattr(config, each.key)]
     for feature in features:
         feature.refuse(run)

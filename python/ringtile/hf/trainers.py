@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import Trainer
 
@@ -14,9 +14,7 @@ from ringtile.errors import RefusedError
 from ringtile.hf.group import accelerate_knows_groups
 from ringtile.hf.liger import check_liger
 from ringtile.hf.model import adapters_of, adds_tokens, base_model, reads_rows
-
-if TYPE_CHECKING:
-    from ringtile.hf.config import Config
+from ringtile.tiled.mlp import sends_tokens
 
 logger = logging.getLogger("ringtile")
 
@@ -71,21 +69,25 @@ def _mesh(trainer: Trainer) -> Any:
     return base.config.distributed_config if getattr(base, "_is_distributed_loading_by_transformers", False) else None
 
 
-def check_experts(trainer: Trainer, config: Config) -> None:
+def check_experts(trainer: Trainer) -> None:
     """Raises RefusedError where ranks share experts otherwise than was compared with one process: each dispatches its
-    own tokens, in whole layers."""
+    own tokens to whole experts. Tiles of them are refused where tiles are (tiled/mlp.py)."""
     mesh = _mesh(trainer)
     if mesh is None or mesh.ep_size == 1:
         return
-    tiles = [key for key in ("tiled_mlp", "stream") if getattr(config, key)]
+    assert trainer.model is not None  # base_model has refused it otherwise
+    parts = trainer.model.named_modules()
+    adapted = [name.partition(".base_layer") for name, part in parts if sends_tokens(part)]
     refused = {
         f"ep_implementation {mesh.ep_implementation!r}": (
             mesh.ep_implementation not in ("auto", "all_to_all"),
             "expected all_to_all, by which each rank dispatches its own tokens",
         ),
         f"tp_size {mesh.tp_size}": (mesh.tp_size > 1, "experts of ranks that hold the same tokens were not compared"),
-        "adapters": (bool(adapters_of(trainer.model)), "those of experts that ranks share were not compared"),
-        " and ".join(tiles): (bool(tiles), "a tile of experts exchanges tokens, as often as the rank has tiles"),
+        f"adapters on {next((name for name, inside, _ in adapted if inside), '')}": (
+            any(inside for _, inside, _ in adapted),
+            "a rank holds some of these experts, and PEFT's factors are of all; adapt other modules",
+        ),
     }
     for setting, (is_set, reason) in refused.items():
         if is_set:

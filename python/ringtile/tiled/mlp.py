@@ -200,6 +200,8 @@ def check_parts(
             problem = f"is a {type(part).__name__}, which mixes tokens; expected a module that processes each alone"
         elif hasattr(part, "expert_capacity"):
             problem = "drops tokens beyond an expert's capacity, counted over all tokens; expected no capacity"
+        elif sends_tokens(part):
+            problem = "sends tokens to experts of other ranks, which may have more or fewer tiles; expected ep_size 1"
         elif any(isinstance(value, Tensor) and value.requires_grad for value in vars(part).values()):
             problem = "holds a weight that is not a parameter (FSDP1 or DataParallel); expected FSDP2, ZeRO or DDP"
         elif part is not module and (engine := _engine_of(part)):
@@ -211,6 +213,11 @@ def check_parts(
         else:
             continue
         raise RefusedError(f"{what}: {name or 'the module'} {problem}")
+
+
+def sends_tokens(part: nn.Module) -> bool:
+    """Return whether transformers' expert parallelism (DistributedConfig.ep_size) has replaced its forward."""
+    return bool(vars(part).get("_is_expert_parallel", False))
 
 
 def _engine_of(part: nn.Module) -> str | None:
