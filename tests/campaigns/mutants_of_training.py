@@ -198,6 +198,20 @@ MUTANTS = [
         "tests/hf/test_liger.py -k balancing",
     ),
     Mutant(
+        "experts over ranks: the balancing loss counts padding",
+        "python/ringtile/hf/features/balancing_loss.py",
+        "    weights = None if batch.token_weights is None else batch.token_weights.reshape(-1)\n",
+        "    weights = None\n",
+        "tests/hf/test_hf_meshes.py -k sequence_share_experts",
+    ),
+    Mutant(
+        "experts over ranks: adapters of experts are trained",
+        "python/ringtile/hf/trainers.py",
+        "for name, part in parts if sends_tokens(part)]",
+        "for name, part in parts if False]",
+        "tests/hf/test_hf_meshes.py -k experts_over_ranks",
+    ),
+    Mutant(
         "outputs: a view of the padded row",
         "python/ringtile/hf/batch.py",
         "whole.contiguous() if self.rows is None",
