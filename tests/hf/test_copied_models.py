@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from hf_models import hybrid, tiny_model
 from hf_training import PROOF, make_trainer
 from losses import OwnLoss
-from pool import run_ranks
+from pool import run_program, run_ranks
 from ringtile.hf.patches import Patches
 from torch import nn
 from transformers import Trainer, TrainerCallback
@@ -83,8 +81,8 @@ def test_a_copy_of_the_model_is_its_own(model: str, config: dict[str, Any], opti
 
 
 LOADED = """
-import sys, torch
-saved, expected = torch.load(sys.argv[1], weights_only=False)
+import os, torch
+saved, expected = torch.load(os.environ["SAVED"], weights_only=False)
 ids = torch.arange(3, 35)[None]
 assert torch.equal(saved.eval()(input_ids=ids, labels=ids).loss, expected)
 assert saved.generate(input_ids=ids, max_new_tokens=2).shape == (1, 34)
@@ -111,7 +109,7 @@ def test_a_model_that_was_saved_while_it_was_sharded_is_loaded_elsewhere(tmp_pat
     """By a process that calls no `enable`."""
     path = str(tmp_path / "model.pt")
     run_ranks(2, save_while_enabled, {"context_parallel_size": 2, **TILED}, lora, path)
-    loaded = subprocess.run([sys.executable, "-c", LOADED, path], capture_output=True, text=True, timeout=300)
+    loaded = run_program(LOADED, SAVED=path)
     assert loaded.returncode == 0, loaded.stderr
 
 
