@@ -7,6 +7,7 @@ import importlib
 import itertools
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -172,6 +173,18 @@ def enter_world() -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         rank, world_size = str(dist.get_rank()), str(dist.get_world_size())
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+
+
+@contextlib.contextmanager
+def without_other_tests(name: str) -> Iterator[None]:
+    """Inside, of the modules of tests that a session has imported this one alone is there: a proof keeps and puts back
+    the data of all modules of the user, and those of other tests would take most of its time."""
+    others = [each for each in sys.modules if each.startswith("test_") and each != name]
+    hidden = {each: sys.modules.pop(each) for each in others}
+    try:
+        yield
+    finally:
+        sys.modules.update(hidden)
 
 
 def run_new_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -17,11 +17,13 @@ import socket
 import threading
 import types
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from hf_models import tiny_model
+from hf_training import without_other_tests
 from ringtile.first_batch.own import own_code
 from ringtile.first_batch.state import State
 from torch import nn
@@ -208,6 +210,12 @@ class Own(nn.Module):
         self.weight, self.config, self.lines = nn.Parameter(torch.ones(())), PretrainedConfig(), None
         self.register_buffer("count", torch.zeros(()))
         self.forward = forward
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    with without_other_tests(__name__):
+        yield
 
 
 @pytest.mark.parametrize("what", PUT_BACK)
