@@ -80,6 +80,27 @@ def test_tables_of_scaling_are_the_simulators() -> None:
     assert all(int(error) == round((float(other) / float(one) - 1) * 100) for _, one, other, error in found)
 
 
+def test_the_table_of_one_placement_is_its_figures() -> None:
+    page, figures = read("docs/guide/sharing.md"), json.loads((ROOT / "tools/pictures/placement.json").read_text())
+    page = page.partition("## One placement")[2].partition("## Schemes")[0]
+    rows = re.findall(r"^\| (\d|one placement.*?) \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 7
+    for way, cells in rows:
+        name, found = way.replace("`", ""), []
+        if runs := figures["measured"].get(name):
+            idle = [share * 100 for run in runs for share in run["idle"]]
+            found += [f"{sum(run['seconds'] for run in runs) / len(runs):.2f}", f"{min(idle):.0f} to {max(idle):.0f} %"]
+            found += [f"{runs[0]['megabytes']:.1f}"]
+        for steps in (of[name] for of in figures["simulated"].values() if name in of):
+            seconds, idle, sent = (sum(x[key] for x in steps) / len(steps) for key in ("seconds", "idle", "megabytes"))
+            found += [f"{seconds:.1f} ({idle * 100:.0f} %)", f"{sent / 1e3:.1f}"]
+        assert [cell for cell in cells.split(" | ") if cell != "-"] == found
+    for of in figures["simulated"].values():
+        fits, cut, tokens, of_cut = (sum(column) for column in zip(*of["cut"], strict=True))
+        assert f"{cut / fits * 100:.1f} %" in page
+        assert f"{of_cut / tokens * 100:.0f} %" in " ".join(page.split())
+
+
 def test_counts_of_the_gauntlet_are_its_tables() -> None:
     page, readme = read("docs/guide/gauntlet_table.md"), read("README.md")
     backends = re.findall(r"^\| `([\w-]+)` \| [\w-]+ [\d.+a-z]+ \|", page, re.MULTILINE)
