@@ -64,10 +64,11 @@ def _assert_equals_one_process(folder, mesh, config, rows=2, targets=None, **opt
 
 
 def test_tensor_times_context_parallelism_equals_one_process(saved):
-    """2 x 2 ranks: losses, norms, weights, counts, an evaluation and predictions; the first batch is proved."""
+    """2 x 2 ranks: losses, norms, weights, counts, an evaluation and predictions; the first batch is proved. One layer:
+    DTensors take most of the time, and the models of `test_families_on_2_x_2_ranks` have two."""
     config = {"tiled_mlp": True, "tiled_loss": True, "tile_tokens": 4, "first_batch_check": True}
     steps = {"max_steps": 1, "gradient_accumulation_steps": 1, "per_device_eval_batch_size": 4}
-    _assert_equals_one_process(saved("llama"), TP2, config, **steps)
+    _assert_equals_one_process(saved("llama", num_hidden_layers=1), TP2, config, **steps)
 
 
 @pytest.mark.long

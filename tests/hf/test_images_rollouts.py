@@ -26,7 +26,7 @@ def made() -> dict[str, Any]:
     # TRL fails on a batch whose rows have no image, in one process too.
     data = {
         f"{name}_dataset": rows(count, ()).filter(lambda row: row["images"])
-        for name, count in (("train", 12), ("eval", 6))
+        for name, count in (("train", 12), ("eval", 3))
     }
     return {"model": image_model("gemma3"), "processing_class": processor(), **data}
 
