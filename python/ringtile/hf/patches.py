@@ -49,7 +49,7 @@ class Patches:
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replaces `owner.name` by `value` and remembers what the owner itself held."""
-        held = {**vars(owner), **vars(owner).get("_modules", {})}  # torch.nn.Module keeps children apart
+        held = {**vars(owner), **(owner._modules if isinstance(owner, nn.Module) else {})}  # which keeps children apart
         if name in held:
             self._undo.callback(setattr, owner, name, held[name])
         else:
