@@ -17,7 +17,7 @@ from accelerate import ParallelismConfig
 from cells import Cell, check, params, table
 from hf_engines import engine as engine_arguments
 from hf_models import tiny_encoder, tiny_model
-from hf_training import Messages, Padded, failure_of, make_trainer, packed
+from hf_training import Messages, Padded, failure_of, make_trainer, packed, without_other_tests
 from pool import run_ranks
 from ringtile.first_batch.trace import TIMES
 from ringtile.hf import first_batch
@@ -451,34 +451,29 @@ def _scaled(forward, x):
     return _hidden(forward(x))
 
 
+TOKENS = "LlamaForCausalLM.model.layers.0.mlp.tokens"
+REFUSED = {"counts that are read": f"reads {TOKENS}", "counts that do not add up": f"{TOKENS}, which a forward"}
 UNPROVED = {"a file": "log is a StringIO", "short rows": "fails in one process (ValueError: 48 tokens do not fit)"}
 
 
 def _all_of_own():
-    required = {*UNPROVED, "hidden"}
-    return {
-        what: {
-            how: _of_own(what, {"first_batch_check": how})
-            for how in ("auto", "require", False)
-            if how != "require" or what in required
-        }
-        for what in OWN
-    }
+    ways = {what: ["auto", False] for what in OWN} | {what: ["auto"] for what in REFUSED}
+    ways |= {what: ["auto", "require", False] for what in (*UNPROVED, "hidden")}
+    with without_other_tests(__name__):
+        return {what: {how: _of_own(what, {"first_batch_check": how}) for how in ways[what]} for what in OWN}
 
 
 def test_a_check_of_the_users_code_changes_nothing_and_stops_only_what_differs():
-    tokens = "LlamaForCausalLM.model.layers.0.mlp.tokens"
-    refused = {"counts that are read": f"reads {tokens}", "counts that do not add up": f"{tokens}, which a forward"}
     ranks = run_ranks(2, _all_of_own, timeout=300.0)
     assert any("gave other bits, first in model.norm" in text for text in ranks[0]["hidden"]["auto"][0])
     for found in ranks:
         for what, runs in found.items():
-            (said, proved, losses, state), required, off = runs["auto"], runs.get("require"), runs[False]
-            assert off[0] == [], what
-            if what in refused:
+            (said, proved, losses, state), required, off = runs["auto"], runs.get("require"), runs.get(False)
+            if what in REFUSED:
                 assert "compute what one process computes" in said[0], said
-                assert refused[what] in said[0], said
+                assert REFUSED[what] in said[0], said
                 continue
+            assert off[0] == [], what
             if what != "hidden":
                 assert (losses, state) == (off[2], off[3]), what
             assert len(off[2]) == 2
@@ -490,7 +485,7 @@ def test_a_check_of_the_users_code_changes_nothing_and_stops_only_what_differs()
             else:
                 assert proved
             if what == "counts":
-                assert all(f"writes a part of {tokens}" in text for text in said)
+                assert all(f"writes a part of {TOKENS}" in text for text in said)
             if what == "hidden":
                 assert "gave other bits, first in model.norm" in required[0][0]
 
