@@ -5,6 +5,13 @@
 #include "attn_bounds.h"
 #include "attn_reference.h"
 
+// Whether kernels run over the model of AMX, in which an instruction is a loop: they get fewer of the problems that the
+// CPU's own instruction sets get.
+static inline bool is_model(void) {
+    rt_isa isa;
+    return rt_cpu_isa(&isa) == RT_OK && isa == RT_ISA_AMX_BF16;
+}
+
 typedef enum pass { FORWARD, BACKWARD } pass;
 
 static inline int64_t workspace_bytes(pass pass, const rt_attn_params *p, int64_t num_workers) {

@@ -109,7 +109,7 @@ static void test_reference_backward_is_the_derivative_of_its_forward(void) {
 // Any mask over any runs, in one call or several, into a state that may hold earlier blocks.
 static void test_random_problems_agree_with_the_reference(void) {
     uint64_t state = 2;
-    for (int round = 0; round < 90; round++) {
+    for (int round = 0; round < (is_model() ? 45 : 90); round++) {
         const double magnitudes[] = {0.1, 1, 4};
         attn_case c = new_case(&state, random_shape(&state), (mask_kind)(round % NUM_MASKS), magnitudes[round % 3]);
         if (round % 4 == 1) c.p.softcap = 1 + 20 * fabs(random_unit(&state));
@@ -127,7 +127,7 @@ static void test_random_problems_agree_with_the_reference(void) {
 // The same with intervals of keys, in tiles of any size: few keys, and so many that whole tiles are skipped.
 static void test_two_sides_agree_with_the_reference(void) {
     uint64_t state = 24;
-    for (int round = 0; round < 120; round++) {
+    for (int round = 0; round < (is_model() ? 60 : 120); round++) {
         attn_shape shape = random_shape(&state);
         if (round % 6 == 0) shape.num_queries = 150, shape.seq_len = 700, shape.one_run = true, shape.head_dim = 3;
         attn_case c = new_case(&state, shape, (mask_kind)(round % NUM_MASKS), 1);
