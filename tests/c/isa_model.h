@@ -8,6 +8,7 @@
 #define RINGTILE_TESTS_ISA_MODEL_H
 
 #include "../../csrc/half.h"
+#include "tile_counts.h"
 
 #include <stdlib.h>
 
@@ -41,10 +42,12 @@ static inline void tile_release(void) {
 static inline void tile_zero(int t) { memset(model_at(t), 0, sizeof(model_tile)); }
 
 static inline void tile_load(int t, const void *from, int64_t row_bytes) {
+    atomic_fetch_add_explicit(&counted_tiles.loads, 1, memory_order_relaxed);
     for (int i = 0; i < 16; i++) memcpy(model_at(t)->word[i], (const char *)from + i * row_bytes, 64);
 }
 
 static inline void tile_store(int t, void *to, int64_t row_bytes) {
+    atomic_fetch_add_explicit(&counted_tiles.stores, 1, memory_order_relaxed);
     for (int i = 0; i < 16; i++) memcpy((char *)to + i * row_bytes, model_at(t)->word[i], 64);
 }
 
@@ -53,6 +56,7 @@ static inline float model_flush(float x) { return fabsf(x) < FLT_MIN ? copysignf
 static inline void tile_dot_bf16(int c_tile, int a_tile, int b_tile) {
     const model_tile *a = model_at(a_tile), *b = model_at(b_tile);
     model_tile *c = model_at(c_tile);
+    atomic_fetch_add_explicit(&counted_tiles.products, 1, memory_order_relaxed);
     float b_half[2][16][16];
     for (int half = 0; half < 2; half++)
         for (int k = 0; k < 16; k++)
