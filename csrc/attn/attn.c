@@ -12,8 +12,9 @@ typedef struct job {
     const rt_attn_params *p;
     const rt_kernels *kernels;
     _Atomic int64_t *progress; // backward: a counter for each task
+    char *shared;              // by all tasks, or NULL
     char *scratch;             // of worker 0; the other workers' follows
-    int64_t num_tasks, progress_bytes, scratch_bytes;
+    int64_t num_tasks, progress_bytes, shared_bytes, scratch_bytes;
 } job;
 
 // num_bytes: of the workspace.    RT_TOO_LARGE: more than any array may have
@@ -23,11 +24,13 @@ static rt_status lay_out(const rt_attn_params *p, bool backward, int64_t num_wor
     if (status != RT_OK) return status;
     j->num_tasks = j->kernels->attn_num_tasks(p);
     if (backward) j->progress_bytes = rt_round_up_64(j->num_tasks * (int64_t)sizeof(*j->progress));
+    j->shared_bytes = rt_round_up_64(j->kernels->attn_shared_bytes(p, backward));
     j->scratch_bytes = rt_round_up_64(backward ? j->kernels->attn_backward_scratch_bytes(p)
                                                : j->kernels->attn_forward_scratch_bytes(p));
     *num_bytes = j->scratch_bytes;
-    if (!rt_multiply_fits(num_bytes, num_workers) || *num_bytes > RT_MAX_BYTES - j->progress_bytes) return RT_TOO_LARGE;
-    *num_bytes += j->progress_bytes;
+    if (!rt_multiply_fits(num_bytes, num_workers) || *num_bytes > RT_MAX_BYTES - j->progress_bytes - j->shared_bytes)
+        return RT_TOO_LARGE;
+    *num_bytes += j->progress_bytes + j->shared_bytes;
     return RT_OK;
 }
 
@@ -52,7 +55,10 @@ static rt_status open_job(const rt_attn_params *p, bool backward, rt_parallel pa
     if (status == RT_OK) status = lay_out(p, backward, rt_num_workers(parallel), j, &num_bytes);
     if (status != RT_OK) return status;
     if (!rt_points_to(p->workspace, 64) || p->workspace_bytes < num_bytes) return RT_WORKSPACE;
-    j->progress = p->workspace, j->scratch = (char *)p->workspace + j->progress_bytes;
+    j->progress = p->workspace, j->scratch = (char *)p->workspace + j->progress_bytes + j->shared_bytes;
+    if (j->shared_bytes == 0) return RT_OK;
+    j->shared = (char *)p->workspace + j->progress_bytes;
+    j->kernels->attn_open_shared(p, backward, j->shared);
     return RT_OK;
 }
 
@@ -60,7 +66,7 @@ static rt_status open_job(const rt_attn_params *p, bool backward, rt_parallel pa
 
 static void forward_task(void *ctx, int64_t task, int64_t worker) {
     const job *j = ctx;
-    j->kernels->attn_forward(j->p, task, j->scratch + worker * j->scratch_bytes);
+    j->kernels->attn_forward(j->p, task, j->shared, j->scratch + worker * j->scratch_bytes);
 }
 
 rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel) {
@@ -96,7 +102,7 @@ static void round_keys(const void *ctx, int64_t first, int64_t last) {
 
 static void backward_task(void *ctx, int64_t task, int64_t worker) {
     const job *j = ctx;
-    j->kernels->attn_backward(j->p, task, j->progress, j->scratch + worker * j->scratch_bytes);
+    j->kernels->attn_backward(j->p, task, j->progress, j->shared, j->scratch + worker * j->scratch_bytes);
 }
 
 rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel) {

@@ -11,10 +11,8 @@
 #ifndef RINGTILE_ATTN_BACKWARD_H
 #define RINGTILE_ATTN_BACKWARD_H
 
+#include "packed_keys.h"
 #include "scores.h"
-
-#include <sched.h>
-#include <stdatomic.h>
 
 typedef struct backward_scratch {
     key_ranges ranges;
@@ -27,15 +25,15 @@ typedef struct backward_scratch {
     // The same, transposed: (TILE_PANELS, D, PANEL), (TILE_PANELS, Dv, PANEL). Pairs: (TILE_PANELS, D / 2, PANEL)
     // and so on, not scaled.
     real *q_panels, *dout_panels;
-    real *dq;                // (TILE_ROWS, D padded)
-    real *k_words, *v_words; // (TILE_KEYS, words of D), (TILE_KEYS, words of Dv)
-    real *k;                 // (TILE_KEYS, D padded): k_words themselves unless they are pairs
+    real *dq; // (TILE_ROWS, D padded)
+    shared_keys shared;
+    key_block own;           // where a task packs for itself
     real *dk, *dv;           // (TILE_KEYS, D padded), (TILE_KEYS, Dv padded)
     real *weights, *dscores; // (TILE_KEYS, PANEL): P (P Z), dS
     real *factors;           // (TILE_KEYS, PANEL): Z, if there is dropout
     // For tiles, which leave q and dk without the scale, and sum dq in panels of columns: pairs of rows
-    // (TILE_ROWS / 2, D padded) and (TILE_ROWS / 2, Dv padded), and of keys (2 words of D, TILE_KEYS / 2).
-    real *q_pairs, *dout_pairs, *k_columns;
+    // (TILE_ROWS / 2, D padded) and (TILE_ROWS / 2, Dv padded).
+    real *q_pairs, *dout_pairs;
     real *row_pairs; // for tiles: (TILE_KEYS, 2, TILE_ROWS / 2), P and dS of all panels in pairs of rows
 } backward_scratch;
 
@@ -50,17 +48,14 @@ static int64_t backward_lay_out(const rt_attn_params *p, char *workspace, backwa
     s->dq = take(at, TILE_ROWS * d);
     s->dout = take(at, TILE_ROWS * dv);
     s->dout_panels = take(at, TILE_ROWS * dv_words);
-    s->k = take(at, TILE_KEYS * d);
-    s->k_words = kind == REALS ? s->k : take(at, TILE_KEYS * d_words);
+    take_block(p, true, false, at, &s->own);
     s->dk = take(at, TILE_KEYS * d);
-    s->v_words = take(at, TILE_KEYS * dv_words);
     s->dv = take(at, TILE_KEYS * dv);
     s->weights = take(at, TILE_KEYS * PANEL);
     s->dscores = take(at, TILE_KEYS * PANEL);
     s->factors = take(at, num_factors(p));
     s->q_pairs = take(at, for_tiles(p, TILE_ROWS / 2 * d));
     s->dout_pairs = take(at, for_tiles(p, TILE_ROWS / 2 * dv));
-    s->k_columns = take(at, for_tiles(p, TILE_KEYS * row_words(TILE_PAIRS, p->head_dim)));
     s->row_pairs = take(at, for_tiles(p, TILE_KEYS * TILE_ROWS));
     return space.num_bytes;
 }
@@ -89,9 +84,9 @@ static void softmax_gradient(real softcap, real factor, const real *lse, const r
     }
 }
 
-// The part of a tile of keys that one panel looks at: keys [begin, end) of the run, and their rows in the scratch.
+// The part of a block that one panel looks at: keys [begin, end) of the run, and their rows in block and scratch.
 typedef struct panel_part {
-    const rt_run *run;
+    const run_blocks *blocks;
     int64_t panel, begin, end;
     const real *k_words, *v_words, *k_columns;
     real *k, *dk, *dv, *row_pairs;
@@ -189,7 +184,7 @@ static bool backward_panel(const rt_attn_params *p, const query_tile *queries, c
     const real factor = cap_scores(p, n, s->weights);
     if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
     if (drops(p)) {
-        dropout_panel(p, &s->dropout, part->run, panel, begin, end, s->factors);
+        dropout_panel(p, &s->dropout, part->blocks->run, panel, begin, end, s->factors);
         multiply_panel(n, s->factors, s->dscores);
     }
     softmax_gradient((real)p->softcap, factor, s->lse + rows, s->lse_rest + rows, s->delta + rows, n, s->weights,
@@ -200,8 +195,7 @@ static bool backward_panel(const rt_attn_params *p, const query_tile *queries, c
         mask_panel(&s->ranges, panel, begin, end, 0, s->weights);
         mask_panel(&s->ranges, panel, begin, end, 0, s->dscores);
         if (!keys_finite || !s->finite[panel]) {
-            if (kind == TILE_PAIRS)
-                pack_keys(p, queries, REALS, input_k(p), part->run->local_begin + begin, n, part->k);
+            if (kind == TILE_PAIRS) unpack_numbers(p, true, queries, part->blocks, begin, end, part->k);
             add_attended_gradients(p, part, s);
             return false;
         }
@@ -245,53 +239,54 @@ static void wait_for_turn(const attn_turn *t, int64_t num_keys) {
 
 // ---- the task ----------------------------------------------------------------------------------
 
-// The query tile against keys [tile_begin, tile_end) of the run. keys_before: of the call's earlier runs.
-static void backward_tile(const rt_attn_params *p, const query_tile *queries, const rt_run *run, int64_t keys_before,
-                          int64_t tile_begin, int64_t tile_end, const attn_turn *t, backward_scratch *s) {
+// The query tile against the block of keys [tile_begin, tile_end) of the run. keys_before: of the call's earlier runs.
+static void backward_tile(const rt_attn_params *p, const query_tile *queries, const run_blocks *blocks,
+                          int64_t keys_before, int64_t tile_begin, int64_t tile_end, const attn_turn *t,
+                          backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
-    const int64_t first_row = run->local_begin + tile_begin, n = tile_end - tile_begin;
+    const int64_t n = tile_end - tile_begin, skipped = max64(blocks->first - tile_begin, 0);
     const word_kind kind = input_kind(p);
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
-    bool packed = false, keys_finite = true;
+    key_block block = {0};
+    bool packed = false;
     uint32_t panels[TILE_KEYS / TILE_DEPTH] = {0}; // by block of keys, those that add_keys_in_tiles is to add
     pass_keys(t, keys_before + tile_begin);
     for (int64_t panel = 0; panel < queries->num_panels; panel++) {
         int64_t begin, end;
         if (!panel_keys(&s->ranges, panel, tile_begin, tile_end, panel_block(kind), &begin, &end)) continue;
         if (!packed) {
-            if (kind != TILE_PAIRS) keys_finite = pack_keys(p, queries, REALS, input_k(p), first_row, n, s->k);
-            if (kind != REALS) pack_keys(p, queries, kind, input_k(p), first_row, n, s->k_words);
-            if (kind == TILE_PAIRS) keys_finite = pair_columns(s->k_words, n, d_words, s->k_columns);
-            pack_keys(p, queries, kind, input_v(p), first_row, n, s->v_words);
+            block = find_block(p, true, queries, &s->shared, blocks, tile_begin, tile_end, &s->own);
             memset(s->dk, 0, (size_t)(n * d) * sizeof(real));
             memset(s->dv, 0, (size_t)(n * dv) * sizeof(real));
             packed = true;
         }
         const int64_t key = begin - tile_begin;
-        const panel_part part = {.run = run,
+        const panel_part part = {.blocks = blocks,
                                  .panel = panel,
                                  .begin = begin,
                                  .end = end,
-                                 .k = s->k + key * d,
-                                 .k_words = s->k_words + key * d_words,
-                                 .v_words = s->v_words + key * dv_words,
-                                 .k_columns = s->k_columns + key / 2,
+                                 .k = block.numbers + key * d,
+                                 .k_words = block.k_words + key * d_words,
+                                 .v_words = block.v_words + key * dv_words,
+                                 .k_columns = block.columns + key / 2,
                                  .dk = s->dk + key * d,
                                  .dv = s->dv + key * dv,
                                  .row_pairs = s->row_pairs + key * TILE_ROWS + panel * PANEL / 2};
-        if (!backward_panel(p, queries, &part, keys_finite, s)) continue;
+        if (!backward_panel(p, queries, &part, block.finite, s)) continue;
         for (int64_t block = key / TILE_DEPTH; block * TILE_DEPTH < end - tile_begin; block++)
             panels[block] |= UINT32_C(1) << panel;
     }
     if (!packed) return;
     if (kind == TILE_PAIRS) add_keys_in_tiles(p, n, panels, s);
     wait_for_turn(t, keys_before + tile_end);
-    add_key_rows(queries, p->dk_stride, p->head_dim, first_row, n, kind == TILE_PAIRS ? (real)p->scale : 1, s->dk,
-                 p->dk);
-    add_key_rows(queries, p->dv_stride, p->v_head_dim, first_row, n, 1, s->dv, p->dv);
+    const int64_t first_row = blocks->run->local_begin + tile_begin + skipped;
+    add_key_rows(queries, p->dk_stride, p->head_dim, first_row, n - skipped, kind == TILE_PAIRS ? (real)p->scale : 1,
+                 s->dk + skipped * d, p->dk);
+    add_key_rows(queries, p->dv_stride, p->v_head_dim, first_row, n - skipped, 1, s->dv + skipped * dv, p->dv);
 }
 
-static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t *progress, char *workspace) {
+static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t *progress, char *shared,
+                          char *workspace) {
     const attn_grid g = grid_of(p);
     const query_tile queries = query_tile_of(p, &g, task);
     const attn_turn t = {progress, task, p->batch * p->num_kv_heads};
@@ -300,16 +295,17 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     backward_scratch *s = (backward_scratch *)(void *)workspace;
     backward_lay_out(p, workspace, s);
+    shared_lay_out(p, true, shared, &s->shared);
     for (int64_t panel = 0; panel < queries.num_panels; panel++) {
         real *q = s->q + panel * PANEL * d, *dout = s->dout + panel * PANEL * dv;
         s->finite[panel] = pack_queries(p, &queries, REALS, input_q(p), panel, q);
         s->finite[panel] &= pack_queries(p, &queries, REALS, input_dout(p), panel, dout);
         if (kind != TILE_PAIRS)
             for (int64_t i = 0; i < PANEL * d; i += LANES) vec_store(q + i, vec_load(q + i) * (real)p->scale);
-        if (kind != REALS) { // k_words and v_words are free until the first tile of keys
-            pack_queries(p, &queries, kind, input_q(p), panel, s->k_words);
-            pack_queries(p, &queries, kind, input_dout(p), panel, s->v_words);
-            q = s->k_words, dout = s->v_words;
+        if (kind != REALS) { // a block of its own is free until the first one, and after the last
+            q = s->own.k_words, dout = s->own.v_words;
+            pack_queries(p, &queries, kind, input_q(p), panel, q);
+            pack_queries(p, &queries, kind, input_dout(p), panel, dout);
         }
         if (kind == TILE_PAIRS) {
             pair_rows(q, PANEL, d, d_words, s->q_pairs + panel * PANEL / 2 * d);
@@ -332,17 +328,20 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
     memset(s->dq, 0, (size_t)(queries.num_panels * PANEL * d) * sizeof(real));
 
     const position_range range = find_position_range(p, &queries);
-    int64_t keys_before = 0;
-    for (const rt_run *run = p->k_runs; run < p->k_runs + p->num_k_runs; keys_before += run++->length) {
+    int64_t keys_before = 0, index = 0;
+    for (const rt_run *run = p->k_runs; run < p->k_runs + p->num_k_runs;
+         index += num_run_blocks(run), keys_before += run++->length) {
         if (!run_meets(run, range)) continue;
         find_ranges(p, &queries, run, &s->ranges);
-        for (int64_t begin = s->ranges.first; begin < s->ranges.last; begin += TILE_KEYS)
-            backward_tile(p, &queries, run, keys_before, begin, min64(begin + TILE_KEYS, s->ranges.last), &t, s);
+        const run_blocks blocks = find_blocks(&s->shared, &queries, run, index, &s->ranges);
+        for (int64_t begin = first_block_key(p, &s->ranges); begin < s->ranges.last; begin += TILE_KEYS)
+            backward_tile(p, &queries, &blocks, keys_before, begin, min64(begin + TILE_KEYS, blocks.last), &t, s);
     }
     pass_keys(&t, INT64_MAX);
     if (kind == TILE_PAIRS) {
         tile_release();
-        for (int64_t panel = 0; panel < queries.num_panels; panel++) turn_panel(d, s->dq + panel * PANEL * d, s->k);
+        for (int64_t panel = 0; panel < queries.num_panels; panel++)
+            turn_panel(d, s->dq + panel * PANEL * d, s->own.numbers);
     }
 
     for (int64_t row = 0; row < queries.num_rows; row++) {

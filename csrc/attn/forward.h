@@ -2,6 +2,7 @@
 #ifndef RINGTILE_ATTN_FORWARD_H
 #define RINGTILE_ATTN_FORWARD_H
 
+#include "packed_keys.h"
 #include "scores.h"
 
 #include <tgmath.h>
@@ -11,11 +12,11 @@ typedef struct forward_scratch {
     dropout_rows dropout;
     real max[TILE_ROWS], sum[TILE_ROWS], rescale[TILE_ROWS]; // of each row's scores so far
     real *q_panels; // (TILE_PANELS, D, PANEL) scaled; pairs are (TILE_PANELS, D / 2, PANEL) and not scaled
-    real *out;   // (TILE_ROWS, Dv padded): sum of weights times values, relative to max; in panels of columns for tiles
-    real *k, *v; // (TILE_KEYS, words of D), (TILE_KEYS, Dv padded)
-    real *v_words, *v_columns; // for tiles: (TILE_KEYS, words of Dv), (Dv padded, TILE_KEYS / 2)
-    real *weights;             // (TILE_KEYS, PANEL): scores, then exp(scores - max)
-    real *factors;             // (TILE_KEYS, PANEL) of dropout, if there is any
+    real *out; // (TILE_ROWS, Dv padded): sum of weights times values, relative to max; in panels of columns for tiles
+    shared_keys shared;
+    key_block own; // where a task packs for itself
+    real *weights; // (TILE_KEYS, PANEL): scores, then exp(scores - max)
+    real *factors; // (TILE_KEYS, PANEL) of dropout, if there is any
 } forward_scratch;
 
 // Lays the scratch out in a workspace, in which it comes first, or with NULL only counts; returns the bytes.
@@ -24,10 +25,7 @@ static int64_t forward_lay_out(const rt_attn_params *p, char *workspace, forward
     arena space = {workspace, round_up((int64_t)sizeof(*s), 64)}, *const at = &space;
     s->q_panels = take(at, TILE_ROWS * d);
     s->out = take(at, TILE_ROWS * dv);
-    s->k = take(at, TILE_KEYS * d);
-    s->v = take(at, TILE_KEYS * dv);
-    s->v_words = take(at, for_tiles(p, TILE_KEYS * row_words(TILE_PAIRS, p->v_head_dim)));
-    s->v_columns = take(at, for_tiles(p, TILE_KEYS * row_words(TILE_PAIRS, p->v_head_dim)));
+    take_block(p, false, false, at, &s->own);
     s->weights = take(at, TILE_KEYS * PANEL);
     s->factors = take(at, num_factors(p));
     return space.num_bytes;
@@ -141,29 +139,21 @@ static void add_values_in_tiles(const attn_span *at, int64_t dv, const real *v_c
                    out + at->row, PANEL);
 }
 
-// The query tile against keys [tile_begin, tile_end) of the run.
-static void forward_tile(const rt_attn_params *p, const query_tile *queries, const rt_run *run, int64_t tile_begin,
-                         int64_t tile_end, forward_scratch *s) {
+// The query tile against the block of keys [tile_begin, tile_end) of the run.
+static void forward_tile(const rt_attn_params *p, const query_tile *queries, const run_blocks *blocks,
+                         int64_t tile_begin, int64_t tile_end, forward_scratch *s) {
     const word_kind kind = input_kind(p);
     const int64_t d = row_words(kind, p->head_dim), dv = round_up(p->v_head_dim, LANES);
-    bool packed = false, v_finite = true;
+    key_block block = {0};
+    bool packed = false;
     for (int64_t panel = 0; panel < queries->num_panels; panel++) {
         int64_t begin, end;
         if (!panel_keys(&s->ranges, panel, tile_begin, tile_end, panel_block(kind), &begin, &end)) continue;
-        if (!packed) {
-            const int64_t first_row = run->local_begin + tile_begin, n = tile_end - tile_begin;
-            pack_keys(p, queries, kind, input_k(p), first_row, n, s->k);
-            if (kind == TILE_PAIRS) {
-                pack_keys(p, queries, kind, input_v(p), first_row, n, s->v_words);
-                v_finite = pair_columns(s->v_words, n, row_words(kind, p->v_head_dim), s->v_columns);
-            } else {
-                v_finite = pack_keys(p, queries, REALS, input_v(p), first_row, n, s->v);
-            }
-            packed = true;
-        }
-        const bool full = panel_is_full(&s->ranges, panel, begin, end);
-        const real *k = s->k + (begin - tile_begin) * d;
-        real *v = s->v + (begin - tile_begin) * dv;
+        if (!packed) block = find_block(p, false, queries, &s->shared, blocks, tile_begin, tile_end, &s->own);
+        packed = true;
+        const bool full = panel_is_full(&s->ranges, panel, begin, end), v_finite = block.finite;
+        const real *k = block.k_words + (begin - tile_begin) * d;
+        real *v = block.numbers + (begin - tile_begin) * dv;
         real *out = s->out + panel * PANEL * dv;
         const int64_t n = end - begin, rows = panel * PANEL;
         attn_span spans[MAX_SPANS];
@@ -174,7 +164,7 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
         const bool in_pairs = kind == TILE_PAIRS && !drops(p) && (full || v_finite);
         softmax_step(s->weights, n, factor, in_pairs, s->max + rows, s->sum + rows, s->rescale + rows);
         if (drops(p)) { // the sums are those of all keys
-            dropout_panel(p, &s->dropout, run, panel, begin, end, s->factors);
+            dropout_panel(p, &s->dropout, blocks->run, panel, begin, end, s->factors);
             multiply_panel(n, s->factors, s->weights);
         }
         if (kind == TILE_PAIRS)
@@ -182,7 +172,7 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
         else
             scale_rows(s->rescale + rows, PANEL, dv, out);
         if (!full && !v_finite) {
-            if (kind == TILE_PAIRS) pack_keys(p, queries, REALS, input_v(p), run->local_begin + begin, n, v);
+            if (kind == TILE_PAIRS) unpack_numbers(p, false, queries, blocks, begin, end, v);
             add_attended_values(&s->ranges, panel, begin, end, s->weights, v, dv, out, kind == TILE_PAIRS ? 1 : dv,
                                 kind == TILE_PAIRS ? PANEL : 1);
             continue;
@@ -190,7 +180,7 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
         if (kind == TILE_PAIRS) {
             if (!in_pairs) pair_keys(n, s->weights);
             for (int64_t i = 0; i < num_spans; i++)
-                add_values_in_tiles(&spans[i], dv, s->v_columns + (begin - tile_begin) / 2, s->weights, out);
+                add_values_in_tiles(&spans[i], dv, block.columns + (begin - tile_begin) / 2, s->weights, out);
             continue;
         }
         for (int64_t i = 0; i < num_spans; i++) { // out += weights v
@@ -243,37 +233,40 @@ static void merge_row(const rt_attn_params *p, const query_tile *queries, int64_
     store_lse(p, at, high + log1p(exp(low - high)));
 }
 
-static void attn_forward(const rt_attn_params *p, int64_t task, char *workspace) {
+static void attn_forward(const rt_attn_params *p, int64_t task, char *shared, char *workspace) {
     const attn_grid g = grid_of(p);
     const query_tile queries = query_tile_of(p, &g, task);
     const word_kind kind = input_kind(p);
     const int64_t d = row_words(kind, p->head_dim), dv = round_up(p->v_head_dim, LANES);
     forward_scratch *s = (forward_scratch *)(void *)workspace;
     forward_lay_out(p, workspace, s);
+    shared_lay_out(p, false, shared, &s->shared);
+    real *const q = s->own.k_words, *const turned = s->own.numbers; // free until the first block, and after the last
     for (int64_t panel = 0; panel < queries.num_panels; panel++) {
-        // s->k is free until the first tile of keys.
-        pack_queries(p, &queries, kind, input_q(p), panel, s->k);
+        pack_queries(p, &queries, kind, input_q(p), panel, q);
         if (kind == REALS)
-            for (int64_t i = 0; i < PANEL * d; i += LANES) vec_store(s->k + i, vec_load(s->k + i) * (real)p->scale);
+            for (int64_t i = 0; i < PANEL * d; i += LANES) vec_store(q + i, vec_load(q + i) * (real)p->scale);
         else
-            sign_pairs(p->scale, PANEL * d, s->k);
-        transpose(s->k, PANEL, d, s->q_panels + panel * PANEL * d, PANEL);
+            sign_pairs(p->scale, PANEL * d, q);
+        transpose(q, PANEL, d, s->q_panels + panel * PANEL * d, PANEL);
     }
     if (kind == TILE_PAIRS) tile_configure();
     if (drops(p)) find_dropout_rows(p, &queries, &s->dropout);
     for (int64_t row = 0; row < queries.num_panels * PANEL; row++) s->max[row] = -(real)INFINITY, s->sum[row] = 0;
     memset(s->out, 0, (size_t)(queries.num_panels * PANEL * dv) * sizeof(real));
     const position_range range = find_position_range(p, &queries);
-    for (int64_t i = 0; i < p->num_k_runs; i++) {
-        const rt_run *run = &p->k_runs[i];
+    int64_t index = 0;
+    for (const rt_run *run = p->k_runs; run < p->k_runs + p->num_k_runs; index += num_run_blocks(run++)) {
         if (!run_meets(run, range)) continue;
         find_ranges(p, &queries, run, &s->ranges);
-        for (int64_t begin = s->ranges.first; begin < s->ranges.last; begin += TILE_KEYS)
-            forward_tile(p, &queries, run, begin, min64(begin + TILE_KEYS, s->ranges.last), s);
+        const run_blocks blocks = find_blocks(&s->shared, &queries, run, index, &s->ranges);
+        for (int64_t begin = first_block_key(p, &s->ranges); begin < s->ranges.last; begin += TILE_KEYS)
+            forward_tile(p, &queries, &blocks, begin, min64(begin + TILE_KEYS, blocks.last), s);
     }
     if (kind == TILE_PAIRS) {
         tile_release();
-        for (int64_t panel = 0; panel < queries.num_panels; panel++) turn_panel(dv, s->out + panel * PANEL * dv, s->v);
+        for (int64_t panel = 0; panel < queries.num_panels; panel++)
+            turn_panel(dv, s->out + panel * PANEL * dv, turned);
     }
     for (int64_t row = 0; row < queries.num_rows; row++) {
         merge_row(p, &queries, row, s);

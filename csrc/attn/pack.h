@@ -80,8 +80,7 @@ static void sign_pairs(double scale, int64_t num_words, real *words) {
 static inline bool is_zero(vec check) { return vec_reduce_sum(check) == 0; }
 
 // Packs rows first_row .. first_row + n - 1 of the tile's kv head of k or v as (n, padded). Returns whether all numbers
-// are finite. Rows often begin a new page, which the hardware does not prefetch across. For tiles, zeros follow up to a
-// multiple of TILE_DEPTH rows.
+// are finite. Rows often begin a new page, which the hardware does not prefetch across.
 static bool pack_keys(const rt_attn_params *p, const query_tile *queries, word_kind kind, attn_input x,
                       int64_t first_row, int64_t n, real *to) {
     enum { ROWS_AHEAD = 6 };
@@ -94,7 +93,6 @@ static bool pack_keys(const rt_attn_params *p, const query_tile *queries, word_k
         for (int64_t byte = 0; byte < x.dim * element_bytes; byte += 64) __builtin_prefetch(ahead + byte);
         pack_row(kind, p->dtype, x.array, base + i * x.stride[1], x.dim, padded, to + i * padded, &check);
     }
-    if (kind == TILE_PAIRS) memset(to + n * padded, 0, (size_t)((round_up(n, TILE_DEPTH) - n) * padded) * sizeof(real));
     return is_zero(check);
 }
 
