@@ -21,7 +21,7 @@ typedef struct backward_scratch {
         lse_rest[TILE_ROWS];  // lse rounded, and the rounding error; +inf and 0 in unused lanes
     real delta[TILE_ROWS];    // 0 in unused lanes
     bool finite[TILE_PANELS]; // q and dout of the panel
-    real *q, *dout;           // (TILE_ROWS, D padded) scaled, (TILE_ROWS, Dv padded)
+    real *q, *dout;           // (TILE_ROWS, D padded) scaled, (TILE_ROWS, Dv padded). For tiles only room for a panel
     // The same, transposed: (TILE_PANELS, D, PANEL), (TILE_PANELS, Dv, PANEL). Pairs: (TILE_PANELS, D / 2, PANEL)
     // and so on, not scaled.
     real *q_panels, *dout_panels;
@@ -43,10 +43,11 @@ static int64_t backward_lay_out(const rt_attn_params *p, char *workspace, backwa
     const word_kind kind = input_kind(p);
     const int64_t d_words = row_words(kind, p->head_dim), dv_words = row_words(kind, p->v_head_dim);
     arena space = {workspace, round_up((int64_t)sizeof(*s), 64)}, *const at = &space;
-    s->q = take(at, TILE_ROWS * d);
+    const int64_t num_rows = kind == TILE_PAIRS ? PANEL : TILE_ROWS;
+    s->q = take(at, num_rows * d);
     s->q_panels = take(at, TILE_ROWS * d_words);
     s->dq = take(at, TILE_ROWS * d);
-    s->dout = take(at, TILE_ROWS * dv);
+    s->dout = take(at, num_rows * dv);
     s->dout_panels = take(at, TILE_ROWS * dv_words);
     take_block(p, true, false, at, &s->own);
     s->dk = take(at, TILE_KEYS * d);
@@ -96,6 +97,8 @@ typedef struct panel_part {
 static void add_attended_gradients(const rt_attn_params *p, const panel_part *part, backward_scratch *s) {
     const int64_t d = round_up(p->head_dim, LANES), dv = round_up(p->v_head_dim, LANES);
     const bool columns = input_kind(p) == TILE_PAIRS;
+    const real *q = s->q + (columns ? 0 : part->panel * PANEL * d),
+               *dout = s->dout + (columns ? 0 : part->panel * PANEL * dv);
     for (int64_t i = 0; i < PANEL; i++) {
         const int64_t row = part->panel * PANEL + i;
         const int64_t lo = max64(part->begin, s->ranges.lo[row]), hi = min64(part->end, s->ranges.hi[row]);
@@ -103,9 +106,9 @@ static void add_attended_gradients(const rt_attn_params *p, const panel_part *pa
         for (int64_t key = lo - part->begin; key < hi - part->begin; key++) {
             if (!key_meets_row(&s->ranges, row, part->begin + key)) continue;
             const real weight = s->weights[key * PANEL + i], dscore = s->dscores[key * PANEL + i];
-            for (int64_t j = 0; j < dv; j++) part->dv[key * dv + j] += weight * s->dout[row * dv + j];
+            for (int64_t j = 0; j < dv; j++) part->dv[key * dv + j] += weight * dout[i * dv + j];
             for (int64_t j = 0; j < d; j++) {
-                part->dk[key * d + j] += dscore * s->q[row * d + j];
+                part->dk[key * d + j] += dscore * q[i * d + j];
                 dq[columns ? j * PANEL : j] += dscore * part->k[key * d + j];
             }
         }
@@ -195,7 +198,11 @@ static bool backward_panel(const rt_attn_params *p, const query_tile *queries, c
         mask_panel(&s->ranges, panel, begin, end, 0, s->weights);
         mask_panel(&s->ranges, panel, begin, end, 0, s->dscores);
         if (!keys_finite || !s->finite[panel]) {
-            if (kind == TILE_PAIRS) unpack_numbers(p, true, queries, part->blocks, begin, end, part->k);
+            if (kind == TILE_PAIRS) {
+                unpack_numbers(p, true, queries, part->blocks, begin, end, part->k);
+                pack_queries(p, queries, REALS, input_q(p), panel, s->q);
+                pack_queries(p, queries, REALS, input_dout(p), panel, s->dout);
+            }
             add_attended_gradients(p, part, s);
             return false;
         }
@@ -297,19 +304,20 @@ static void attn_backward(const rt_attn_params *p, int64_t task, _Atomic int64_t
     backward_lay_out(p, workspace, s);
     shared_lay_out(p, true, shared, &s->shared);
     for (int64_t panel = 0; panel < queries.num_panels; panel++) {
-        real *q = s->q + panel * PANEL * d, *dout = s->dout + panel * PANEL * dv;
-        s->finite[panel] = pack_queries(p, &queries, REALS, input_q(p), panel, q);
-        s->finite[panel] &= pack_queries(p, &queries, REALS, input_dout(p), panel, dout);
-        if (kind != TILE_PAIRS)
-            for (int64_t i = 0; i < PANEL * d; i += LANES) vec_store(q + i, vec_load(q + i) * (real)p->scale);
-        if (kind != REALS) { // a block of its own is free until the first one, and after the last
-            q = s->own.k_words, dout = s->own.v_words;
+        real *q = s->own.k_words, *dout = s->own.v_words; // free until the first block
+        if (kind != REALS) {
             pack_queries(p, &queries, kind, input_q(p), panel, q);
             pack_queries(p, &queries, kind, input_dout(p), panel, dout);
         }
         if (kind == TILE_PAIRS) {
-            pair_rows(q, PANEL, d, d_words, s->q_pairs + panel * PANEL / 2 * d);
-            pair_rows(dout, PANEL, dv, dv_words, s->dout_pairs + panel * PANEL / 2 * dv);
+            s->finite[panel] = pair_rows(q, PANEL, d, d_words, s->q_pairs + panel * PANEL / 2 * d);
+            s->finite[panel] &= pair_rows(dout, PANEL, dv, dv_words, s->dout_pairs + panel * PANEL / 2 * dv);
+        } else {
+            real *scaled = s->q + panel * PANEL * d, *numbers = s->dout + panel * PANEL * dv;
+            s->finite[panel] = pack_queries(p, &queries, REALS, input_q(p), panel, scaled);
+            s->finite[panel] &= pack_queries(p, &queries, REALS, input_dout(p), panel, numbers);
+            for (int64_t i = 0; i < PANEL * d; i += LANES) vec_store(scaled + i, vec_load(scaled + i) * (real)p->scale);
+            if (kind == REALS) q = scaled, dout = numbers;
         }
         if (kind != REALS) sign_pairs(p->scale, PANEL * d_words, q);
         transpose(q, PANEL, d_words, s->q_panels + panel * PANEL * d_words, PANEL);
