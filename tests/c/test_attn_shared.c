@@ -96,15 +96,14 @@ static void test_padding_leaves_the_bits_alone(void) {
         for (int64_t token = length; token < padded && !attends; token++)
             for (int64_t d = 0; d < 16; d++) set(&all.x[K], 0, token, 0, d, NAN), set(&all.x[V], 0, token, 0, d, NAN);
         fill_random(&all.x[DELTA], &state, 1);
-        for (int64_t j = 0; j < length; j++)
-            few.begin[j] = all.begin[j], few.end[j] = all.end[j];
+        for (int64_t j = 0; j < length; j++) few.begin[j] = all.begin[j], few.end[j] = all.end[j];
         for (int x = Q; x < NUM_ARRAYS; x++) copy_rows(&all.x[x], &few.x[x]);
         CHECK(shares(&all) && shares(&few) == (length > 96));
         forward_and_backward(&few, no_threads());
         forward_and_backward(&all, threads_of(3));
         for (int x = OUT; x <= (attends ? DQ : DV); x++) // the padding's own queries add to dk and dv
             FOR_EACH_ELEMENT(&few.x[x], b, token, head, d)
-                CHECK(get(&few.x[x], b, token, head, d) == get(&all.x[x], b, token, head, d));
+        CHECK(get(&few.x[x], b, token, head, d) == get(&all.x[x], b, token, head, d));
         free_case(&few);
         free_case(&all);
     }
@@ -128,7 +127,8 @@ static void test_keys_that_nothing_attends_stay_unread(void) {
         for (int64_t key = 0; key < 800; key++)
             for (int x = K; x <= V; x++)
                 if (key < run_begin + begin || key >= run_begin + end)
-                    __asan_poison_memory_region((char *)c.x[x].data + row_of(&c.x[x], 0, key, 0) * 2, (size_t)row_bytes);
+                    __asan_poison_memory_region((char *)c.x[x].data + row_of(&c.x[x], 0, key, 0) * 2,
+                                                (size_t)row_bytes);
         CHECK(shares(&c));
         run_in_calls(FORWARD, &c, 1, threads_of(2));
         fill(&c.x[LSE], 1), fill(&c.x[DELTA], 1);
@@ -137,6 +137,41 @@ static void test_keys_that_nothing_attends_stay_unread(void) {
         free_case(&c);
     }
 #endif
+}
+
+// As run_in_exact_workspace, but what a workspace holds before is 0, and not NaN.
+static void run_in_zeros(pass pass, rt_attn_params p) {
+    p.workspace_bytes = workspace_bytes(pass, &p, 1);
+    p.workspace = aligned_alloc(64, (size_t)p.workspace_bytes);
+    memset(p.workspace, 0, (size_t)p.workspace_bytes);
+    CHECK_STATUS(run(pass, &p, no_threads()), RT_OK);
+    free(p.workspace);
+}
+
+// Nor do they, or what a workspace held, change a bit; and their gradients stay as they are, here -0.
+static void test_keys_that_nothing_attends_leave_no_trace(void) {
+    uint64_t state = 35, want = 0;
+    attn_case c = new_case(&state, (attn_shape){RT_BF16, 1, 200, 500, 4, 1, 16, 16, true}, MASK_FULL, 1);
+    for (int64_t token = 0; token < 200; token++) c.begin[token] = 170, c.end[token] = (int32_t)(171 + token % 150);
+    fill_random(&c.x[DELTA], &state, 1);
+    for (int round = 0; round < 3; round++) {
+        for (int64_t key = 0; key < 500; key++)
+            for (int64_t d = 0; d < 16 && (key < 170 || key >= 320); d++)
+                for (int x = K; x <= V; x++) set(&c.x[x], 0, key, 0, d, round == 2 ? NAN : 1);
+        fill(&c.x[OUT], 0), fill(&c.x[LSE], -INFINITY);
+        fill(&c.x[DQ], 0), fill(&c.x[DK], -0.0), fill(&c.x[DV], -0.0);
+        for (int pass = FORWARD; pass <= BACKWARD; pass++)
+            if (round == 0)
+                run_in_zeros((enum pass)pass, c.p);
+            else
+                run_in_calls((enum pass)pass, &c, 1, no_threads());
+        if (round == 0) want = digest(&c);
+        CHECK(digest(&c) == want);
+        for (int64_t key = 0; key < 500; key++)
+            if (key < 170 || key >= 320)
+                CHECK(signbit(get(&c.x[DK], 0, key, 0, 0)) && signbit(get(&c.x[DV], 0, key, 0, 0)));
+    }
+    free_case(&c);
 }
 
 static void test_shared_keys_that_are_not_finite(void) {
@@ -160,6 +195,7 @@ int main(void) {
     test_any_threads_give_the_same_bits();
     test_padding_leaves_the_bits_alone();
     test_keys_that_nothing_attends_stay_unread();
+    test_keys_that_nothing_attends_leave_no_trace();
     test_shared_keys_that_are_not_finite();
     return check_finish();
 }
