@@ -248,8 +248,10 @@ def _over_ranks(network: Any) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
+    alone = mock.patch("transformers.distributed.mixin._is_torch_distributed_initialized", return_value=False)
     with tempfile.TemporaryDirectory() as folder:
-        network.save_pretrained(folder)
+        with alone:  # each rank writes its own
+            network.save_pretrained(folder)
         return AutoModelForCausalLM.from_pretrained(
             folder, distributed_config=DistributedConfig(fsdp_size=2, ep_size=2)
         ).train()

@@ -171,25 +171,23 @@ def _router_counts_padding(patch):
     patch.setattr(balancing_loss, "_sums", lambda logits, experts, top_k, weights: sums(logits, experts, top_k, None))
 
 
-BROKEN = {
-    _dispatch_drops: "mlp (Qwen3MoeSparseMoeBlock)",
-    _loss_counts_twice: "the loss",
-    _router_counts_padding: "the loss",
-}
+BROKEN = {_dispatch_drops: "mlp (Qwen3MoeSparseMoeBlock)", _router_counts_padding: "the loss"}
+LONG = pytest.param({_loss_counts_twice: "the loss"}, marks=pytest.mark.long)
 
 
-def _refusals_of_broken(folder):
+def _refusals_of_broken(folder, broken):
     model, messages = _load(folder, EP2), []
-    for breaks in BROKEN:
+    for breaks in broken:
         with engine("mesh") as arguments, pytest.MonkeyPatch.context() as patch:
             breaks(patch)
             messages.append(failure_of(make_trainer(model=model, **arguments)))
     return messages
 
 
-def test_experts_whose_dispatch_or_loss_is_broken_are_named_before_the_first_step(saved):
-    for messages in run_ranks(2, _refusals_of_broken, saved("qwen3-moe")):
-        for message, place in zip(messages, BROKEN.values(), strict=True):
+@pytest.mark.parametrize("broken", [BROKEN, LONG], ids=["dispatch, padding", "loss"])
+def test_experts_whose_dispatch_or_loss_is_broken_are_named_before_the_first_step(saved, broken):
+    for messages in run_ranks(2, _refusals_of_broken, saved("qwen3-moe"), broken):
+        for message, place in zip(messages, broken.values(), strict=True):
             assert message.startswith("RefusedError: 2 ranks do not compute what one process computes")
             assert place in message
 
