@@ -35,6 +35,20 @@ MUTANTS = [
         "c test_attn_limits",
     ),
     Mutant(
+        "attention in tiles: shared keys are read before they are packed",
+        "csrc/attn/packed_keys.h",
+        "for (; found == BEING_PACKED;",
+        "for (; found == UNPACKED;",
+        "c test_attn_shared",
+    ),
+    Mutant(
+        "attention in tiles: keys before the first that is attended are read",
+        "csrc/attn/packed_keys.h",
+        "first_key_from(run, attended.begin)",
+        "0",
+        "c test_attn_shared",
+    ),
+    Mutant(
         "GLU: gradient of up from the slope",
         "csrc/glu/glu_kernel.h",
         "vec_store(up + i, dy * act.value);",
