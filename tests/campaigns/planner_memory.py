@@ -1,4 +1,4 @@
-"""`ringtile plan --model` against measured peaks: 56 trainings on CPU ranks, each in fresh processes. By hand:
+"""`ringtile plan --model` against measured peaks: 57 trainings on CPU ranks, each in fresh processes. By hand:
 
     PYTHONPATH=.:tests:tests/hf python tests/campaigns/planner_memory.py [--json FILE] [--markdown FILE] [NAME ...]
 
