@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accuracy import assert_not_less_exact, assert_within_ulp
-from attention_calls import FLOAT64_TOLERANCE, MASKS, Problem, problem, run, run_ring
+from attention_calls import FLOAT64_TOLERANCE, MASKS, Problem, assert_close, problem, run, run_ring
 from oracle import Attention, dense_attention, gradients_with_sinks
 from pool import run_ranks
 from ringtile import InputError, IntervalMask, Layout, LoopbackWorld, ShardedSequence, ring_attention
@@ -173,6 +173,16 @@ def test_what_is_not_finite_reaches_the_queries_that_attend_it_alone(what: str, 
             (1, 1, -1) if field == "lse" else (1, -1, 1, 1)
         )
         torch.testing.assert_close(x[alone], y[alone], rtol=FLOAT64_TOLERANCE, atol=FLOAT64_TOLERANCE)
+
+
+def test_messages_around_an_idle_round_keep_their_order() -> None:
+    """Rank 2 is idle in round 2 alone: keys of round 3 that left before the gradients of round 1 would be taken for
+    them."""
+    begin, end = [6, 2, 5, 3, 3, 2, 3, 6], [6, 4, 6, 5, 5, 6, 4, 8]
+    mask = IntervalMask(*(torch.tensor([each], dtype=torch.int32) for each in (begin, end)))
+    p = problem(seq_len=8, v_head_dim=16)  # keys and gradients of one size
+    whole = run_ring(p, mask, Layout.contiguous(8, 1))
+    assert_close(run_ring(p, mask, Layout.contiguous(8, 4)), whole, FLOAT64_TOLERANCE)
 
 
 # ---- autograd around the ring -------------------------------------------------------------------

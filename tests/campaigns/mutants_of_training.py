@@ -18,7 +18,7 @@ MUTANTS = [
         "python/ringtile/attn/ring.py",
         "follows = after is not None and after.index == round.index + 1",
         "follows = after is not None",
-        "tests/attn/test_attention_table.py -k cells",
+        "tests/attn/test_ring.py -k idle",
     ),
     Mutant(
         "ring: outputs taken as initialized",
