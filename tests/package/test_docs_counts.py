@@ -139,9 +139,10 @@ def test_sockets_of_a_rank_are_the_codes() -> None:
 
 
 def test_pages_stay_below_their_ceiling_of_words() -> None:
-    """Without the pages of generated tables."""
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-    assert sum(len(path.read_text().split()) for path in pages if not path.stem.endswith("_table")) <= 46_000
+    """Without the pages of generated tables; the lines between columns are no words."""
+    pages = [path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")) if not path.stem.endswith("_table")]
+    words = [word for path in pages for word in path.read_text().split() if any(map(str.isalnum, word))]
+    assert len(words) <= 41_050
 
 
 def test_counts_of_types_with_images_are_the_tests() -> None:
