@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc-per-node 8 examples/evaluate_long.py Qwen/Qwen3-0.6B --tokens 1048576 --text book.txt
 
-Prints the loss by position, and for needles at several depths how well the row's end recalls them: the log-probability
-of the answer with the needle and without, and the share of its tokens that have more than half of the probability, so
-that greedy decoding finds them. Without a model it takes the tiny one of tiny_model.py, which recalls nothing.
+Prints the loss by position, the loss by length of document for the same row cut into some, and for needles at several
+depths how well the row's end recalls them: the log-probability of the answer with the needle and without, and the share
+of its tokens that have more than half of the probability, so that greedy decoding finds them. Without a model it takes
+the tiny one of tiny_model.py, which recalls nothing.
 """
 
 import argparse
@@ -63,15 +64,22 @@ def main() -> list[float]:
         for part in (given.text.read_text(), NEEDLE, QUESTION, ANSWER)
     )
 
-    def log_probs(row: torch.Tensor) -> torch.Tensor:
+    def log_probs(row: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
         with torch.no_grad():
-            return ringtile.sequence_log_probs(model, row.to(device), mesh)[0]
+            return ringtile.sequence_log_probs(model, row.to(device), mesh, attention_mask=documents)[0]
 
     numbers, say = [], print if mesh.get_rank() == 0 else lambda *_: None
-    losses = -log_probs(row_of(text, [], [], given.tokens, 0.0))
+    row = row_of(text, [], [], given.tokens, 0.0)
+    losses = -log_probs(row)
     for begin, end in buckets(len(losses)):
         numbers.append(float(losses[begin:end].mean()))
         say(f"positions {begin:>8} to {end:>8}: loss {numbers[-1]:.4f}")
+    cuts = list(buckets(given.tokens))
+    documents = torch.cat([torch.full((1, end - begin), i) for i, (begin, end) in enumerate(cuts, start=1)], dim=1)
+    losses = -log_probs(row, documents.to(device))
+    for begin, end in cuts:
+        numbers.append(float(losses[begin : end - 1].mean()))  # the last token of a document predicts nothing
+        say(f"a document of {end - begin:>8} tokens: loss {numbers[-1]:.4f}")
     without = float(log_probs(row_of(text, [], question + answer, given.tokens, 0.0))[-len(answer) :].sum())
     for depth in DEPTHS:
         found = log_probs(row_of(text, needle, question + answer, given.tokens, depth))[-len(answer) :]

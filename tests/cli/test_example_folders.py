@@ -223,9 +223,11 @@ def _evaluated_plainly(folder: pathlib.Path) -> list[float]:
         assert tokenizer.decode(row[0]).count(names["NEEDLE"]) == 1 + texts[0].count(names["NEEDLE"])
         return float(log_probs(row)[-len(answer) :].sum())
 
-    losses = -log_probs(names["row_of"](text, [], [], 1024, 0.0))
+    row = names["row_of"](text, [], [], 1024, 0.0)
+    losses = -log_probs(row)
     means = [float(losses[begin:end].mean()) for begin, end in ((0, 256), (256, 512), (512, 1023))]
-    return [*means, *map(end_of, names["DEPTHS"])]
+    alone = [-float(log_probs(row[:, begin:end]).mean()) for begin, end in ((0, 256), (256, 512), (512, 1024))]
+    return [*means, *alone, *map(end_of, names["DEPTHS"])]
 
 
 def test_evaluation_over_two_ranks_has_the_numbers_of_whole_logits(tmp_path: pathlib.Path) -> None:
