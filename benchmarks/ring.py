@@ -88,7 +88,7 @@ def ringtile_alone_local(context: RankContext, inputs: Inputs) -> LocalAttention
     if context.workload.scheme != "ring":
         return None
     plan_of_rank = RankPlan.of(context.case.mask, context.layout, context.rank)
-    begin, end = (x.to(inputs.q.device) for x in (plan_of_rank.begin, plan_of_rank.end))
+    begin, end = plan_of_rank.rounds[0].bounds.on(inputs.q.device).read()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = _Blocks.apply(q, k, v, plan_of_rank, begin, end)  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ class _Blocks(torch.autograd.Function):
 def blocks(rank_plan: RankPlan) -> Iterator[tuple[slice, Tensor]]:
     """For each round, the rows of k that stand in for its keys, and the runs of those keys."""
     for i, round in enumerate(rank_plan.rounds):
-        yield slice(0, rank_plan.begin.size(1) if i == 0 else round.num_keys), round.k_runs
+        yield slice(0, rank_plan.rounds[0].bounds.host[0].size(1) if i == 0 else round.num_keys), round.k_runs
 
 
 def torch_local(context: RankContext, inputs: Inputs) -> LocalAttention | None:

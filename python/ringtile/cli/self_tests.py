@@ -20,7 +20,7 @@ import torch
 
 from ringtile import ops, self_test
 from ringtile.attn import self_test as attn_self_test
-from ringtile.attn.aten import ATEN
+from ringtile.attn.backend import ATEN
 from ringtile.attn.choose import RINGTILE
 from ringtile.recurrent import choose, kernels
 
