@@ -61,6 +61,7 @@ def test_command_line_is_what_users_script_against() -> None:
             "--scheme",
             "--recurrent",
             "--ranks-per-host",
+            "--expert-parallel-size",
             "--device",
             "--rates",
             "--plot",

@@ -33,7 +33,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/attn": (24, 5108),
     "tests/c": (33, 7366),
     "tests/campaigns": (20, 4101),
-    "tests/cli": (12, 2221),
+    "tests/cli": (12, 2222),
     "tests/emulator": (26, 4629),
     "tests/gpu": (16, 2248),
     "tests/hf": (82, 16318),

@@ -19,7 +19,6 @@ class Setup:
     model: PretrainedConfig
     devices: int = 1
     engine: str = "ddp"  # of ENGINES
-    expert_parallel_size: int = 1  # ranks that hold all experts of a layer together, under fsdp2
     ringtile: Config = field(default_factory=Config)
     batch: int = 1  # rows of a rank's batch
     gradient_checkpointing: bool = False
@@ -33,3 +32,4 @@ class Setup:
     offload_optimizer: bool = False  # DeepSpeed's: its state, and what it updates, on the host
     grpo: Grpo | None = None  # a GRPO step, of rows of prompts and completions
     images: ImageRows | None = None  # of a model of images and text
+    expert_parallel_size: int = 1  # ranks that hold all experts of a layer together, under fsdp2

@@ -178,8 +178,8 @@ class TrainingStep:
             self._has_latents = latents.install(model, patches)
         if setup.ringtile.stream:
             stream.install(model, setup.ringtile.tile_tokens, patches, recurs=True)
-            patches.set(attend, "forward", functools.partial(self._attend_whole, attend.forward))
-            patches.set(attend, "backward", functools.partial(self._attend_whole, attend.backward))
+            for name in ("forward", "backward"):
+                patches.set(attend, name, functools.partial(self._attend_whole, name, getattr(attend, name)))
             patches.set(layer, "drawn_since", lambda before: False)  # states of generators are not fake
         if setup.ringtile.tiled_mlp:
             install_tiled_mlp(model, setup.ringtile.tile_tokens, patches)
@@ -403,12 +403,12 @@ class TrainingStep:
                 self._calls.append(of_call)
         return out
 
-    def _attend_whole(self, function: Callable[..., Any], call: Call, *given: Any, **options: Any) -> Any:
+    def _attend_whole(self, name: str, function: Callable[..., Any], call: Call, *given: Any) -> Any:
         """`forward` or `backward` of all tokens of a streamed layer."""
         before = call.transport.num_calls
         with self._live.making("attention"):
-            result = function(call, *given, **options)
-        if not options and call.transport.num_calls > before:  # of a forward
+            result = function(call, *given)
+        if name == "forward" and call.transport.num_calls > before:
             self._calls.append(PlannedCall(call.shape, call.plan.mask, self._live.in_backward))
         return result
 
