@@ -130,7 +130,7 @@ class _Blocks(torch.autograd.Function):
 def blocks(rank_plan: RankPlan) -> Iterator[tuple[slice, Tensor]]:
     """For each round, the rows of k that stand in for its keys, and the runs of those keys."""
     for i, round in enumerate(rank_plan.rounds):
-        yield slice(0, rank_plan.rounds[0].bounds.host[0].size(1) if i == 0 else round.num_keys), round.k_runs
+        yield slice(0, round.positions.host[0].size(0) if i == 0 else round.num_keys), round.k_runs
 
 
 def torch_local(context: RankContext, inputs: Inputs) -> LocalAttention | None:

@@ -8,7 +8,7 @@ import ringtile
 import test_images
 import torch
 from hf_models import SIZES
-from hf_training import failure_of, make_trainer
+from hf_training import TOLERANCE, failure_of, make_trainer
 from losses import OwnMean, of_tokens
 from pool import run_ranks
 from torch import nn
@@ -213,12 +213,12 @@ def _trained(kind: str, size: int, config: dict[str, Any] | None = None, **optio
 
 # The rounding of float64, 1e-16, in some 1e4 sums; one of float32, in a norm or a rotary embedding, is the same on both
 # sides. A lost token, or another expert, shows above 1e-4.
-TOLERANCE = 1e-10
+FLOAT64 = 1e-10
 WORLDS = [(kind, 2) for kind in KINDS] + [("draft", 4)]
 
 
 def _assert_one_process(
-    kind: str, size: int, config: dict[str, Any] | None = None, tolerance: float = TOLERANCE, **options: Any
+    kind: str, size: int, config: dict[str, Any] | None = None, tolerance: float = FLOAT64, **options: Any
 ) -> None:
     expected = _trained(kind, 1, **options)
     for weights in run_ranks(size, _trained, kind, size, config, **options):
@@ -240,7 +240,7 @@ def test_streamed_layers_take_tensors_of_the_user(kind: str) -> None:
 def test_trl_takes_tensors_of_the_user() -> None:
     """SFTTrainer, whose loss is of shards, and which calls the model below the head."""
     collator = {"trainer_arguments": {"data_collator": with_states}}
-    _assert_one_process("draft", 2, tolerance=1e-6, trainer_class="trl.SFTTrainer", **collator)  # in float32
+    _assert_one_process("draft", 2, tolerance=TOLERANCE, trainer_class="trl.SFTTrainer", **collator)
 
 
 class Illustrated(Gemma3ForConditionalGeneration):
@@ -276,7 +276,7 @@ def test_a_model_of_images_takes_tensors_of_the_user() -> None:
     expected = _with_images(1)
     for weights in run_ranks(2, _with_images, 2):
         for name, weight in expected.items():  # gradients of Gemma's norms are sums of float32
-            tolerance = 1e-6 if "norm" in name else TOLERANCE
+            tolerance = TOLERANCE if "norm" in name else FLOAT64
             assert (weights[name] - weight).abs().max() <= tolerance * weight.abs().max(), name
 
 
