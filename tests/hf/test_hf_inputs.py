@@ -269,3 +269,9 @@ def test_batches_of_one_length_share_a_sequence():
             expected, got = same.bool().tril(), _dense(found[name].mask).expand(2, -1, -1)
             rows = torch.ones(2, 12).bool() if mask is None else mask > 0
             assert torch.equal(got[rows], expected[rows])
+
+
+def test_interval_mask_holds_beside_an_attention_mask_of_ones():
+    own = ringtile.IntervalMask.documents([5, 7])
+    mask = mask_of_batch({"interval_mask": own, "attention_mask": torch.ones(2, 12, dtype=torch.int64)}, 2, 12)
+    assert mask == own

@@ -67,6 +67,7 @@ def mask_of_batch(
         causal = False  # what else is said is of documents
     is_one_document = (
         attention_mask is not None
+        and own is None
         and attention_mask.shape == (batch_size, seq_len)
         and all(x is None for x in (position_ids, cu_seq_lens, inputs.get("seq_idx")))
         and bool((attention_mask == 1).all())
