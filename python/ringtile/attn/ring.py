@@ -58,9 +58,8 @@ def backward(
     fresh = first.in_place and first.num_keys == k.size(1)  # round 0 writes all of dk and dv
     room = empty if fresh else zeros
     dk, dv = room(k, dtype=dq.dtype), room(v, dtype=dq.dtype)
-    rounded: tuple[Tensor, Tensor] | None = None
-    if rounds_keys and fresh and len(rounds) == 1 and dq.dtype != k.dtype:
-        rounded = empty(k), empty(v)
+    rounds_keys &= dq.dtype != k.dtype
+    rounded = (empty(k), empty(v)) if rounds_keys and fresh and len(rounds) == 1 else None
     add_returned: Callable[[Tensor, Tensor], None] | None = None
     for round, block_k, block_v in keys.blocks():
         partial = None if round.in_place else keys.message(round.num_keys, dq.dtype)
@@ -144,33 +143,39 @@ class KeyExchange:
 
     def _fetch(self, round: Round) -> tuple[Exchange | None, list[Sequence[Tensor]]]:
         """Start the exchange of a round; return it, and the keys and values that it brings, by rank."""
-        plan, own, dtype = self.call.plan, (self.k, self.v), self.k.dtype
-        me = plan.rank
-        sends, receives, parts = {}, {}, list[Sequence[Tensor]]()
+        own: Sequence[Tensor] = (self.k, self.v)
         if round.in_place:
             return None, [own]
+        plan, sends, mine = self.call.plan, {}, own
         for transfer in round.outgoing:
-            if transfer.rank == me and transfer.is_head:
+            if transfer.rank == plan.rank and transfer.is_head:
                 mine = tuple([x[:, : transfer.num_keys] for x in own])
                 continue
             if self._sent is None or not _same_rows(self._sent[0], transfer):
                 self._sent = None  # the memory of the last one, before there is another
-                message = self.message(transfer.num_keys, dtype)
+                message = self.message(transfer.num_keys, self.k.dtype)
                 ops.rows_pack_(own, transfer.runs, 1, message.parts, round.table(transfer))
                 self._sent = transfer, message
             message = self._sent[1]
-            if transfer.rank == me:
+            if transfer.rank == plan.rank:
                 mine = message.parts
             else:
                 sends[plan.ranks[transfer.rank]] = message.flat
-        for transfer in round.incoming:
-            if transfer.rank == me:
+        return self._start(sends, round.incoming, mine, f"round {round.index}")
+
+    def _start(
+        self, sends: dict[int, Tensor], transfers: Sequence[Transfer], mine: Sequence[Tensor], what: str
+    ) -> tuple[Exchange, list[Sequence[Tensor]]]:
+        """Start an exchange; return it, and what the transfers bring, in their order. mine: of this rank itself."""
+        plan, receives, parts = self.call.plan, {}, []
+        for transfer in transfers:
+            if transfer.rank == plan.rank:
                 parts.append(mine)
             else:
-                message = self.message(transfer.num_keys, dtype)
+                message = self.message(transfer.num_keys, mine[0].dtype)
                 receives[plan.ranks[transfer.rank]] = message.flat
                 parts.append(message.parts)
-        return self.call.transport.exchange(sends, receives, f"round {round.index}"), parts
+        return self.call.transport.exchange(sends, receives, what), parts
 
     def _joined(self, round: Round, parts: list[Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return the block of a round from the keys and values of several ranks, or of none."""
@@ -184,26 +189,18 @@ class KeyExchange:
 
         Return a function that waits for these and adds them to dk and dv in the order of ranks, whatever arrives first.
         """
-        plan, dtype = self.call.plan, partial.parts[0].dtype
-        me = plan.rank
-        sends, receives, returned = {}, {}, []
+        plan, sends, mine = self.call.plan, {}, partial
         for transfer in round.incoming:
             message = partial
             if len(round.incoming) > 1:
-                message = self.message(transfer.num_keys, dtype)
+                message = self.message(transfer.num_keys, partial.parts[0].dtype)
                 ops.rows_pack_(partial.parts, transfer.runs, 1, message.parts, round.table(transfer))
-            if transfer.rank == me:
+            if transfer.rank == plan.rank:
                 mine = message
             else:
                 sends[plan.ranks[transfer.rank]] = message.flat
-        for transfer in round.outgoing:
-            if transfer.rank == me:
-                returned.append(mine.parts)
-            else:
-                message = self.message(transfer.num_keys, dtype)
-                receives[plan.ranks[transfer.rank]] = message.flat
-                returned.append(message.parts)
-        exchange = self.call.transport.exchange(sends, receives, f"the gradients of round {round.index}")
+        what = f"the gradients of round {round.index}"
+        exchange, returned = self._start(sends, round.outgoing, mine.parts, what)
 
         def add_to(dk: Tensor, dv: Tensor) -> None:
             exchange.wait()
