@@ -93,9 +93,7 @@ SWITCHED = {
 
 
 def _switched(config, how):
-    model = with_lora(tiny_model("llama").train())
-    if how == "one teaches":  # a divergence near 0 is what is left of logarithms near 4
-        model.double()
+    model = with_lora(tiny_model("llama").double().train())  # a divergence near 0 is what is left of logarithms near 4
     model.add_adapter("second", model.peft_config["default"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in name and (how != "one teaches" or "default" in name))
