@@ -253,11 +253,8 @@ def setup_of(args: argparse.Namespace, grpo: Any) -> Any:
     if size < 1 or devices % size:
         raise ConfigError(f"--context-parallel-size is {size}; expected a number that divides --devices, {devices}")
     experts = args.expert_parallel_size
-    if experts < 1 or devices % experts or (experts > 1 and args.engine != "fsdp2"):
-        raise ConfigError(
-            f"--expert-parallel-size is {experts}; expected a number that divides --devices, {devices}, with --engine "
-            f"fsdp2"
-        )
+    if experts < 1 or devices % experts:
+        raise ConfigError(f"--expert-parallel-size is {experts}; expected a number that divides --devices, {devices}")
     if args.batch < 1:
         raise ConfigError(f"--batch is {args.batch}; expected at least 1")
     if args.offload_optimizer and not args.engine.startswith("zero"):
