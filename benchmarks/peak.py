@@ -49,7 +49,7 @@ class Peak:
 
 def on_tiles(dtype: str) -> bool:
     """Return whether this CPU multiplies matrices of a dtype in tiles."""
-    return dtype == "bfloat16" and ops.cpu_isa() == "amx_bf16"
+    return dtype == "bfloat16" and ops.cpu_isa() == "amx_bf16" and torch.cpu._is_amx_tile_supported()
 
 
 def compiled(isa: str, tiles: bool = False) -> ctypes.CDLL:
