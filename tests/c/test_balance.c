@@ -25,8 +25,7 @@ static void test_ranks_get_as_many_chunks_and_no_more_work_than_neighbours_have(
             work[i % p.seq_len / p.chunk] += num_keys[i], all += num_keys[i];
         }
         p.begin = begin, p.end = end, p.num_keys = random_int(&state, 0, 1) ? num_keys : NULL;
-        p.workspace_bytes = rt_balance_workspace_bytes(&p);
-        p.workspace = must_alloc((size_t)p.workspace_bytes);
+        p.workspace_bytes = rt_balance_workspace_bytes(&p), p.workspace = aligned_alloc(64, (size_t)p.workspace_bytes);
         int64_t owner[MAX_CHUNKS], loads[MAX_RANKS], neighbours[MAX_CHUNKS], counts[MAX_RANKS] = {0};
         CHECK_STATUS(rt_balance(&p, owner, loads), RT_OK);
         free(p.workspace);
@@ -56,7 +55,7 @@ static void test_many_ranks_do_the_same(void) {
     rt_balance_params p = {.num_ranks = W, .seq_len = S, .mask_batch = 1, .chunk = CHUNK, .begin = begin, .end = end};
     p.workspace_bytes = rt_balance_workspace_bytes(&p);
     CHECK(p.workspace_bytes < 48 * C + 64 * W);
-    p.workspace = must_alloc((size_t)p.workspace_bytes);
+    p.workspace = aligned_alloc(64, (size_t)p.workspace_bytes);
     CHECK_STATUS(rt_balance(&p, owner, loads), RT_OK);
     for (int64_t rank = 0; rank < W; rank++) all += loads[rank], most = loads[rank] > most ? loads[rank] : most;
     for (int64_t c = 1; c < C; c++) num_runs += owner[c] != owner[c - 1];
@@ -69,7 +68,8 @@ static void test_malformed_params_are_refused(void) {
     int32_t begin[8] = {0}, end[8] = {1, 2, 3, 4, 5, 6, 7, 8};
     int64_t owner[4], loads[2], num_keys[8] = {0};
     rt_balance_params good = {.num_ranks = 2, .seq_len = 8, .mask_batch = 1, .chunk = 2, .begin = begin, .end = end};
-    good.workspace_bytes = rt_balance_workspace_bytes(&good), good.workspace = must_alloc((size_t)good.workspace_bytes);
+    good.workspace_bytes = rt_balance_workspace_bytes(&good),
+    good.workspace = aligned_alloc(64, (size_t)good.workspace_bytes);
     CHECK_STATUS(rt_balance(&good, owner, loads), RT_OK);
     CHECK_STATUS(rt_balance(NULL, owner, loads), RT_BAD_POINTER);
     CHECK_STATUS(rt_balance(&good, NULL, loads), RT_BAD_POINTER);
