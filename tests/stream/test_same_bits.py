@@ -50,8 +50,7 @@ class Recorded:
     def _record(self, name: str, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         self.tensors[name], self.places = hidden.detach().clone(), active_batch().places
-        # The engine divides by the number of ranks.
-        ranks = active_batch().sequence.world_size
+        ranks = active_batch().sequence.world_size  # by which the engine divides
         hidden.register_hook(lambda grad: self.tensors.__setitem__(f"gradient of {name}", grad / ranks))
 
 
@@ -107,6 +106,7 @@ _references: dict[tuple[str, ...], dict[str, Tensor]] = {}
 
 def reference(*of: str) -> dict[str, Tensor]:
     if of not in _references:
+        torch.set_num_threads(1)  # as the ranks have: torch's products depend on it
         _references[of] = whole([step_of(*of, {"context_parallel_size": 1})], TOKENS)
     return _references[of]
 
