@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from ringtile import InputError, ops
+from ringtile import InputError, Layout, ops
 from ringtile.recurrent import kernels as _  # noqa: F401  (registers what autograd and fake tensors need)
 from torch import Tensor
 
@@ -351,7 +351,7 @@ def test_shard_refuses_a_run_outside_the_sequence() -> None:
     with pytest.raises(RuntimeError, match="a run needs"):
         ops.rows_pack_([torch.zeros(2, 8)], ops.runs_tensor([(5, 1, 0, 4)]), 1, [torch.zeros(2, 4)])
     with pytest.raises(InputError, match="dim 2"):
-        ops.shard_seq(torch.zeros(2, 8), [(0, 1, 0, 4)], 2)
+        Layout.contiguous(8, 2).shard(torch.zeros(2, 8), 2, 0)
 
 
 @pytest.mark.in_torch_too

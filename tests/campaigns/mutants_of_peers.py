@@ -133,8 +133,8 @@ MUTANTS = [
     Mutant(
         "peers: each rank takes the mean over its own targets",
         "python/ringtile/hf/loss_on_shards.py",
-        "                batch.mean_share = self._mean_share(num_items_in_batch is not None, ways)\n",
-        "                batch.mean_share = self._mean_share(num_items_in_batch is not None, ways)\n"
+        "                batch.mean_share = 1 / of_ranks if self.trainer.model_accepts_loss_kwargs else 1.0\n",
+        "                batch.mean_share = 1 / of_ranks if self.trainer.model_accepts_loss_kwargs else 1.0\n"
         '                num_items_in_batch = local["shift_labels"].ne(-100).sum().clamp_min(1)\n'
         "                num_items_in_batch = self._items_of_all(num_items_in_batch, ways) * ways\n",
         "tests/hf/test_hf_exact.py -k smoothing",

@@ -285,8 +285,8 @@ MUTANTS = [
     Mutant(
         "rollouts: advantages of another process",
         "python/ringtile/hf/one_process.py",
-        'patches.set(state, "process_index", group.data_index)',
-        'patches.set(state, "process_index", state.process_index)',
+        '("process_index", group.data_index)',
+        '("process_index", process.process_index)',
         "tests/hf/test_rollouts.py -k everything",
     ),
     Mutant(

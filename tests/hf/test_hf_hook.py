@@ -200,7 +200,7 @@ LOSS = SESSION | {  # on a shard, or on what a group of one rank makes of a batc
 }
 GROUPS = {  # count as many processes as there are different batches
     *("accelerator.gather_for_metrics", "accelerator.prepare_data_loader"),
-    *("trainer.evaluation_loop", "trainer._get_num_items_in_batch", "trainer.get_total_train_batch_size"),
+    *("trainer._get_num_items_in_batch", "trainer.get_total_train_batch_size"),
     *("trainer._maybe_log_save_evaluate", "trainer.callbacks"),
 }
 LLAMA = LOSS | GROUPS

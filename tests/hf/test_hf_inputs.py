@@ -247,11 +247,9 @@ def test_batch_without_tokens_is_named():
 def test_batches_of_one_length_share_a_sequence():
     """With what it remembers: rows of one document, whether a mask of ones says so or nothing does. Others do not."""
     ids, ones = _ids(2, 12), torch.ones(2, 12)
-    assert (
-        mask_of_batch({}, 2, 12)
-        is mask_of_batch({"attention_mask": ones}, 2, 12)
-        is ringtile.IntervalMask.whole(12, True)
-    )
+    whole, own = ringtile.IntervalMask.whole(12, True), ringtile.IntervalMask.documents([5, 7])
+    assert mask_of_batch({}, 2, 12) is mask_of_batch({"attention_mask": ones}, 2, 12) is whole
+    assert mask_of_batch({"attention_mask": ones, "interval_mask": own}, 2, 12) == own
     masks = {"none": None, "ones": ones, "padded": RIGHT, "two": torch.arange(12).expand(2, 12) // 6 + 1}
 
     def on_rank(group):
@@ -269,9 +267,3 @@ def test_batches_of_one_length_share_a_sequence():
             expected, got = same.bool().tril(), _dense(found[name].mask).expand(2, -1, -1)
             rows = torch.ones(2, 12).bool() if mask is None else mask > 0
             assert torch.equal(got[rows], expected[rows])
-
-
-def test_interval_mask_holds_beside_an_attention_mask_of_ones():
-    own = ringtile.IntervalMask.documents([5, 7])
-    mask = mask_of_batch({"interval_mask": own, "attention_mask": torch.ones(2, 12, dtype=torch.int64)}, 2, 12)
-    assert mask == own

@@ -24,7 +24,7 @@ from ringtile.attn.attention import ring_attention
 from ringtile.attn.call import AttentionDropout
 from ringtile.errors import RefusedError
 from ringtile.first_batch.trace import running_trace
-from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, main_input, waiting_batch
+from ringtile.hf.batch import CHECKPOINTING, ShardedBatch, active_batch, waiting_batch
 from ringtile.hf.drawn_masks import intervals_of, intervals_of_drawn
 from ringtile.hf.families import EAGER_SINKS
 from ringtile.hf.keys import DOCUMENTS, LOSS, MASK, OUTPUT, key_of_tree
@@ -74,12 +74,11 @@ def hide_attention_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) ->
     batch which the model is to get whole by the whole one."""
     if (waiting := waiting_batch()) is not None:
         return args, {**kwargs, "attention_mask": waiting.whole_mask}
-    if active_batch() is not None:
+    if (batch := active_batch()) is not None:
         if not torch.compiler.is_compiling():
             check_switched(cast("PreTrainedModel", module))
-        main = main_input(args, kwargs)
-        assert main is not None  # of it the batch was made
-        kwargs = {**kwargs, "attention_mask": empty_mask(main.size(0), main.device)}
+        assert batch.position_ids is not None
+        kwargs = {**kwargs, "attention_mask": empty_mask(batch.position_ids.size(0), batch.position_ids.device)}
     return args, kwargs
 
 
@@ -146,7 +145,8 @@ def attention_forward(
             f"{type(module).__name__} got an attention mask of shape {tuple(attention_mask.shape)} for a shard of a "
             f"sequence; expected none: the model builds a mask of its own"
         )
-    refuse_unknown(module, options)
+    if not options.keys() <= _KNOWN:
+        refuse_unknown(module, options)
     dropout, probability = None, options.get("dropout", 0.0)
     if probability > 0 and running_trace() is None:
         dropout = _dropout(module, query, probability, batch)

@@ -130,8 +130,10 @@ class ShardedBatch:
 
 def main_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """What a model is called with: token ids (B, S), or embeddings (B, S, E)."""
-    given = kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]
-    return next((x for x in given if isinstance(x, Tensor)), None)
+    for given in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]):
+        if isinstance(given, Tensor):
+            return given
+    return None
 
 
 # ---- the active batch ---------------------------------------------------------------------------
@@ -157,8 +159,8 @@ _inside = _Inside()
 
 def active_batch() -> ShardedBatch | None:
     """Return the batch that is inside a model in this thread; None: what is inside is not sharded, or nothing is."""
-    batch = recurrent_batch()
-    return None if batch is None or batch.only_recurrences else batch
+    batch = _inside.batch
+    return None if batch is None or batch.before_language_model or batch.only_recurrences else batch
 
 
 def recurrent_batch() -> ShardedBatch | None:

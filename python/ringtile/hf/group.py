@@ -293,12 +293,13 @@ def _options(device: torch.device, timeout: datetime.timedelta) -> Any:
     return options
 
 
+_NO_TOKENS = torch.empty(0, 0, device="cpu")
+
+
 def _fingerprint(inputs: Mapping[str, Any]) -> dict[str, int | Tensor]:
     """The numbers that must be equal on all ranks: a few readable ones first, then checksums."""
     tensors = {name: value for name, value in sorted(inputs.items()) if isinstance(value, Tensor)}
-    main = next(
-        (tensors[name] for name in ("input_ids", "inputs_embeds") if name in tensors), torch.empty(0, 0, device="cpu")
-    )
+    main = tensors.get("input_ids", tensors.get("inputs_embeds", _NO_TOKENS))
     kinds = " ".join(f"{name}:{value.dtype}:{tuple(value.shape)}" for name, value in tensors.items())
     header: dict[str, int | Tensor] = {"the number of rows": main.size(0), "the number of tokens": main.size(1)}
     header["the checksum of keys, dtypes and shapes"] = zlib.crc32(kinds.encode())

@@ -55,7 +55,7 @@ SEGMENTS = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k")
 
 def key_of_tree(inputs: Mapping[str, Any]) -> str | None:
     """The key by which a batch says that its row is a tree; None: it is none."""
-    return next((keys[0] for keys in (TREE, SEGMENTS) if keys[0] in inputs), None)
+    return TREE[0] if TREE[0] in inputs else SEGMENTS[0] if SEGMENTS[0] in inputs else None
 
 
 def is_scalar(value: Any) -> bool:

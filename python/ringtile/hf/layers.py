@@ -69,17 +69,14 @@ def mask_of_layer(module: nn.Module, options: Mapping[str, Any]) -> LayerMask:
     if "sliding_window" in options:
         window = options["sliding_window"]
         # By its config alone, or Gemma 4: it hands on its own.
-        is_decoder = not causal and (getattr(module, "is_causal", True) or _attends_all(config))
+        attends_all = getattr(config, "use_bidirectional_attention", None) == "all"
+        is_decoder = not causal and (getattr(module, "is_causal", True) or attends_all)
         return _of_window(window + 1 if is_decoder and window is not None else window, causal)
     # PhiMoE and Qwen2-MoE apply their window by the mask alone, which they make with this function.
     creates = "create_sliding_window_causal_mask" if causal else "create_bidirectional_sliding_window_mask"
     if not hasattr(sys.modules[type(module).__module__], creates):
         return LayerMask()
     return layer_masks(config, causal)[index if isinstance(index, int) else 0]
-
-
-def _attends_all(config: Any) -> bool:
-    return getattr(config, "use_bidirectional_attention", None) == "all"
 
 
 def is_causal(module: nn.Module) -> bool:

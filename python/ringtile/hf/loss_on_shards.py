@@ -88,13 +88,18 @@ class LossOnShards(ShardedLoss):
             )
         # As one process, on the whole batch, or as one of the ranks that share it.
         ways = 1 if runs_whole() else self.group.size
-        if num_items_in_batch is not None and not self._counts_all():
-            num_items_in_batch = self._items_of_all(num_items_in_batch, ways)
+        # Whether the count that the Trainer gives is of all devices; else it is of one batch.
+        counts_all = self.trainer.args.average_tokens_across_devices and self.trainer.model_accepts_loss_kwargs
+        if counted := num_items_in_batch is not None:
+            num_items_in_batch = num_items_in_batch if counts_all else self._items_of_all(num_items_in_batch, ways)
         with self._sharded(model, inputs) as (local, batch), contextlib.ExitStack() as stack:
             if ways < self.group.size:
                 stack.enter_context(self.groups.as_one_process())
             if batch is not None:
-                batch.mean_share = self._mean_share(num_items_in_batch is not None, ways)
+                # With one process per batch, the Trainer would multiply the loss by their number where items were
+                # counted over all devices, and by 1 elsewhere; here it multiplies by the number of ranks.
+                of_ranks = ways if counted and counts_all else self.group.data_size * ways
+                batch.mean_share = 1 / of_ranks if self.trainer.model_accepts_loss_kwargs else 1.0
             stack.callback((for_call := Patches()).restore)
             if not self.trainer.args.average_tokens_across_devices:
                 # Of all devices: SFTTrainer would raise to 1 what a shard has of a small count.
@@ -116,20 +121,6 @@ class LossOnShards(ShardedLoss):
         """By what the loss of a shard is divided: the Trainer multiplies it by the number of ranks where its model
         takes a count of items; elsewhere the engine's mean over the ways remains."""
         return of_batch * self.group.data_size if self.trainer.model_accepts_loss_kwargs else of_batch / ways
-
-    def _counts_all(self) -> bool:
-        """Whether a count that the Trainer gives is of all devices; else it is of one batch."""
-        return bool(self.trainer.args.average_tokens_across_devices and self.trainer.model_accepts_loss_kwargs)
-
-    def _mean_share(self, num_items_given: bool, ways: int) -> float:
-        """The factor of what is not divided by a number of items, such as a balancing loss, in the loss of a shard.
-
-        With one process per batch, the Trainer would multiply the loss by their number where items were counted over
-        all devices, and by 1 elsewhere; here it multiplies by the number of ranks.
-        """
-        if not self.trainer.model_accepts_loss_kwargs:
-            return 1.0
-        return 1 / ways if num_items_given and self._counts_all() else 1 / (self.group.data_size * ways)
 
     def _smooth_labels(self, original: Callable[..., Any], outputs: Any, labels: Tensor, /, **kwargs: Any) -> Any:
         """The original without its shift: the labels were shifted before they were sharded.

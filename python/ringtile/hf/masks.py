@@ -34,8 +34,11 @@ def read(inputs: Mapping[str, Any], *numbers: Tensor) -> tuple[dict[str, Any], l
     In one copy from a GPU, for which the host waits once; one more for each of floats. What is too large to describe a
     row (an S x S mask), and will be refused, stays where it is.
     """
-    found = {name: inputs[name] for name in sorted(DOCUMENTS) if isinstance(inputs.get(name), Tensor)}
-    found = {name: x for name, x in found.items() if x.dim() < 3 or name == "position_ids"}
+    found = {
+        name: x
+        for name in sorted(DOCUMENTS)
+        if isinstance(x := inputs.get(name), Tensor) and (x.dim() < 3 or name == "position_ids")
+    }
     tensors = [x.cpu() if x.is_floating_point() and not x.is_meta else x for x in (*numbers, *found.values())]
     away = [x for x in tensors if x.device.type not in ("cpu", "meta")]
     if away:
@@ -57,10 +60,10 @@ def mask_of_batch(
     """
     masks = []
     attention_mask, position_ids = inputs.get("attention_mask"), documents_of(inputs.get("position_ids"))
-    cu_seq_lens = _cu_seq_lens(inputs)
-    if any(inputs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", MASK)):
+    cu_seq_lens, seq_idx, own = _cu_seq_lens(inputs), inputs.get("seq_idx"), inputs.get(MASK)
+    if cu_seq_lens is not None or seq_idx is not None or own is not None:
         position_ids = None  # these name documents
-    if (own := inputs.get(MASK)) is not None:
+    if own is not None:
         if not isinstance(own, IntervalMask) or own.begin.size(0) not in (1, batch_size):
             raise InputError(f"{MASK} is {own!r:.80}; expected a ringtile.IntervalMask of 1 or {batch_size} rows")
         masks.append(own)
@@ -69,7 +72,7 @@ def mask_of_batch(
         attention_mask is not None
         and own is None
         and attention_mask.shape == (batch_size, seq_len)
-        and all(x is None for x in (position_ids, cu_seq_lens, inputs.get("seq_idx")))
+        and position_ids is cu_seq_lens is seq_idx is None
         and bool((attention_mask == 1).all())
     )
     if is_one_document:
@@ -82,8 +85,8 @@ def mask_of_batch(
         if batch_size != 1:
             raise InputError(f"cu_seq_lens with {batch_size} rows; expected one row that holds all documents")
         masks.append(IntervalMask.from_cu_seqlens(cu_seq_lens, causal))
-    if inputs.get("seq_idx") is not None:
-        masks.append(_documents(inputs["seq_idx"].long() + 1, causal))  # documents 0, 1, ..., -1 is padding
+    if seq_idx is not None:
+        masks.append(_documents(seq_idx.long() + 1, causal))  # documents 0, 1, ..., -1 is padding
     if not masks:
         return IntervalMask.whole(seq_len, causal)
     for mask in masks:

@@ -291,13 +291,11 @@ def depends_on_length(rotary: nn.Module) -> bool:
 def _with_global_length(
     original: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
-    batch = active_batch()
-    if batch is None:
-        cos, sin = original(x, position_ids, *args, **kwargs)
-        return cos, sin
-    last = position_ids.new_full((position_ids.size(0), 1), batch.max_position)
-    cos, sin = original(x, torch.cat([position_ids, last], dim=1), *args, **kwargs)
-    return cos[:, :-1], sin[:, :-1]
+    if (batch := active_batch()) is not None:
+        last = position_ids.new_full((position_ids.size(0), 1), batch.max_position)
+        position_ids = torch.cat([position_ids, last], dim=1)
+    cos, sin = original(x, position_ids, *args, **kwargs)
+    return (cos, sin) if batch is None else (cos[:, :-1], sin[:, :-1])
 
 
 def rotary_embeddings(model: nn.Module) -> list[nn.Module]:

@@ -10,7 +10,7 @@ import collections
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import accelerate
 import torch
@@ -19,7 +19,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import AcceleratorState
 from accelerate.utils import operations, recursively_apply
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import seed_worker
@@ -30,38 +30,48 @@ from ringtile.hf.group import ContextParallelGroup, accelerate_knows_groups, dee
 from ringtile.hf.model import has_engine
 from ringtile.hf.patches import Patches
 
+_ABSENT: Any = object()
+_Values = list[tuple[Any, str, Any]]  # owner, attribute, value
 
-def count_groups(group: ContextParallelGroup, patches: Patches) -> None:
-    """Make all of accelerate count each group as one process; the main process is still one rank.
+
+def as_groups(group: ContextParallelGroup) -> _Values:
+    """What makes all of accelerate count each group as one process; the main process is still one rank.
 
     Every Accelerator and PartialState reads the two dicts that are changed here, and every import of gather,
     gather_object and reduce calls what is replaced. They still need every rank of the world. Raises RefusedError.
     """
-    is_main = PartialState().is_main_process
-    for state in (PartialState(), AcceleratorState()):
-        patches.set(state, "num_processes", group.data_size)
-        patches.set(state, "process_index", group.data_index)
-    patches.set(AcceleratorState(), "parallelism_config", None)  # by which accelerate would count groups itself
-    patches.set(PartialState, "is_main_process", property(lambda state: is_main))
-    patches.set(PartialState, "use_distributed", property(lambda state: True))  # also where there is one group
-    patches.wrap(operations, "_gpu_gather_object", lambda original, object: gathered_objects(object, group.copies))
-    # accelerate decorates these: modules that have imported them hold the decorated function.
-    for name, function in (("gather", gathered), ("reduce", _reduced)):
-        _set_inner(getattr(operations, name), functools.partial(function, copies=group.copies), patches)
+    process, state = PartialState(), AcceleratorState()
+    is_main = process.is_main_process
+    counts = ("num_processes", group.data_size), ("process_index", group.data_index)
+    values: _Values = [
+        *[(each, name, count) for each in (process, state) for name, count in counts],
+        (state, "parallelism_config", None),  # by which accelerate would count groups itself
+        (PartialState, "is_main_process", property(lambda state: is_main)),
+        (PartialState, "use_distributed", property(lambda state: True)),  # also where there is one group
+        (operations, "_gpu_gather_object", functools.partial(gathered_objects, copies=group.copies)),
+    ]
+    # accelerate decorates these: modules that have imported them hold the decorated function, which calls the other.
+    for decorated, function in ((operations.gather, gathered), (operations.reduce, _reduced)):
+        cells = dict(zip(decorated.__code__.co_freevars, decorated.__closure__ or (), strict=True))
+        if "function" not in cells or not hasattr(operations, "_gpu_gather_object"):
+            raise RefusedError(
+                f"accelerate {accelerate.__version__} does not decorate {decorated.__name__}, or gathers objects in "
+                f"another way, so not all who have imported it could be served; expected accelerate >= 1.15, which "
+                f"ringtile is tested with"
+            )
+        values.append((cells["function"], "cell_contents", functools.partial(function, copies=group.copies)))
+    return values
 
 
-def _set_inner(decorated: Any, function: Callable[..., Any], patches: Patches) -> None:
-    """Replace what a decorated function calls, for all who have imported it."""
-    cells = dict(zip(decorated.__code__.co_freevars, decorated.__closure__ or (), strict=True))
-    cell = cells.get("function")
-    if cell is None:
-        raise RefusedError(
-            f"accelerate {accelerate.__version__} does not decorate {decorated.__name__}, so not all who have imported "
-            f"it could be served; expected accelerate >= 1.15, which ringtile is tested with"
-        )
-    original = cell.cell_contents
-    cell.cell_contents = function
-    patches.on_restore(lambda: setattr(cell, "cell_contents", original))
+def _swap(values: _Values) -> None:
+    """Give each attribute its value, and take in return what its owner itself held: a second call puts that back."""
+    for i, (owner, name, value) in enumerate(values):
+        held = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else getattr(owner, name)
+        if value is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+        values[i] = owner, name, held
 
 
 def gathered(tensor: Any, copies: int) -> Any:
@@ -105,7 +115,7 @@ class Groups:
 
     def __init__(self, trainer: Trainer, group: ContextParallelGroup, patches: Patches) -> None:
         self.trainer, self.group, self.patches = trainer, group, patches
-        self._counting: Patches | None = None  # inside `as_one_process`
+        self._ranks: _Values = []  # inside `as_one_process`, what counts ranks
         self._evaluated_rows = -1  # of the last batch of an evaluation
         self._evaluated = 0  # batches of it
         self._evaluates = False  # inside prediction_step
@@ -114,7 +124,6 @@ class Groups:
 
     def install(self) -> None:
         trainer, accelerator = self.trainer, self.trainer.accelerator
-        self.patches.wrap(trainer, "evaluation_loop", self._evaluation_loop)
         self.patches.wrap(trainer, "prediction_step", self._prediction_step)
         self.patches.wrap(accelerator, "gather_for_metrics", self._gather_for_metrics)
         if trainer.args.include_num_input_tokens_seen != "no":
@@ -127,40 +136,38 @@ class Groups:
             self.patches.wrap(trainer, "get_train_dataloader", self.in_one_process)
         self.patches.wrap(trainer, "get_total_train_batch_size", self.in_one_process)
         self.patches.wrap(accelerator, "prepare_data_loader", self._prepare_data_loader)
+        self.patches.on_restore(functools.partial(setattr, trainer, "gather_function", trainer.gather_function))
+        self.patches.on_restore(self._forget_bare_model)
         if accelerate_knows_groups(accelerator):
             self.patches.set(accelerator, "_prepare_cp", self._prepare_cp)
 
     @contextlib.contextmanager
     def as_one_process(self) -> Iterator[None]:
         """Inside, accelerate and the Trainer see a group as one process."""
-        if self._counting is not None:
+        if self._ranks or self.group.size == 1:
             yield
             return
-        self._counting = Patches.of(self._count_groups)
+        values, trainer = as_groups(self.group), self.trainer
+        is_first = trainer.is_world_process_zero()
+        values.append((trainer, "is_world_process_zero", lambda: is_first))  # who writes files stays one rank
+        if self.group.tp_size > 1:  # by which the Trainer divides what it takes for a count of all ranks
+            values.append((trainer, "get_tp_size", lambda: 1))
+        _swap(values)
+        self._ranks = values
         try:
             yield
         finally:
-            self._counting.restore()
-            self._counting = None
+            _swap(values)
+            self._ranks = []
 
     @contextlib.contextmanager
     def as_ranks(self) -> Iterator[None]:
         """Inside `as_one_process`, for code that is given the rows of one rank: it sees each rank again."""
-        assert self._counting is not None
-        self._counting.restore()
+        _swap(self._ranks)
         try:
             yield
         finally:
-            self._counting = Patches.of(self._count_groups)
-
-    def _count_groups(self, patches: Patches) -> None:
-        if self.group.size == 1:
-            return
-        is_first = self.trainer.is_world_process_zero()
-        patches.set(self.trainer, "is_world_process_zero", lambda: is_first)  # who writes files stays one rank
-        if self.group.tp_size > 1:  # by which the Trainer divides what it takes for a count of all ranks
-            patches.set(self.trainer, "get_tp_size", lambda: 1)
-        count_groups(self.group, patches)
+            _swap(self._ranks)
 
     def in_one_process(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A method of the Trainer's that counts processes."""
@@ -172,6 +179,7 @@ class Groups:
     ) -> Any:
         """Counts each item once. The ranks meet when each has loaded the batches of a step."""
         if not self._evaluates:
+            self._evaluated_rows = -1
             self.group.meet("a step of training", self.trainer.state.global_step + 1, batches=len(batch_samples))
         return self.in_one_process(original, batch_samples, *args, **kwargs)
 
@@ -229,6 +237,8 @@ class Groups:
 
         Raises RefusedError for a loader that already dispatches.
         """
+        self._evaluated = 0
+        self._forget_bare_model()
         if isinstance(data_loader, DataLoaderDispatcher):
             raise RefusedError(
                 "the data loader dispatches batches from rank 0, one to each rank; expected a loader that every rank "
@@ -253,18 +263,9 @@ class Groups:
             self.loaded.append(batch)
             yield batch
 
-    def _evaluation_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Keeps one copy of each row: the ranks of a group evaluate the same rows."""
-        trainer = self.trainer
-        previous, prepared = trainer.gather_function, list(trainer.accelerator._models)
-        trainer.gather_function = trainer.accelerator.gather_for_metrics
-        try:
-            return original(*args, **kwargs)
-        finally:
-            trainer.gather_function, self._evaluated_rows, self._evaluated = previous, -1, 0
-            self._forget_bare_model(prepared)
-
     def _prediction_step(self, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        # Keeps one copy of each row. Until a first evaluation has ended, the Trainer's is the one it was made with.
+        self.trainer.gather_function = self.trainer.accelerator.gather_for_metrics
         self._evaluated_rows = find_batch_size(inputs) or -1  # type: ignore[no-untyped-call]
         self._evaluated += 1
         self.group.meet("a step of evaluation", self._evaluated)
@@ -274,12 +275,12 @@ class Groups:
         finally:
             self._evaluates = False
 
-    def _forget_bare_model(self, prepared: list[nn.Module]) -> None:
-        """Lets train() prepare the model again. Before training, accelerate prepares it for evaluation only and then
-        takes it for prepared, so that it would train without an engine. prepared: the models before the evaluation."""
-        models, bare = self.trainer.accelerator._models, self.trainer.model
-        if bare is not None and bare not in prepared and bare in models and not has_engine(bare):
-            models.remove(bare)
+    def _forget_bare_model(self) -> None:
+        """Lets train() prepare the model again, behind its data loader. Before training, accelerate prepares it for
+        evaluation only and then takes it for prepared, so that it would train without an engine."""
+        accelerator, bare = cast(Any, self.trainer.accelerator), cast(Any, self.trainer.model)
+        if getattr(bare, "_is_accelerate_prepared", False) and not has_engine(bare):
+            accelerator._models = [model for model in accelerator._models if model is not bare]
             del bare._is_accelerate_prepared
             if (original := vars(bare).pop("_original_forward", None)) is not None:  # mixed precision has wrapped it
                 bare.forward = original

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ringtile import keep
 from ringtile.errors import ConfigError, InputError, MaskNotExpressibleError, RefusedError
-from ringtile.first_batch.trace import ModelCall, running_trace, runs_whole
+from ringtile.first_batch.trace import ModelCall, running_trace
 from ringtile.hf.batch import ShardedBatch, SharedRows, main_input
 from ringtile.hf.config import Config
 from ringtile.hf.features.dynamic import join
@@ -131,7 +131,8 @@ class Sharding:
         apart; else ringtile does so, on one rank.
         Raises RingMismatchError when the ranks of the group hold different batches, and whatever `shard_batch` raises.
         """
-        whole, proves = runs_whole(), running_trace() is not None
+        trace = running_trace()
+        whole, proves = trace is not None and trace.whole, trace is not None
         on_host = self._group.check_same_batch(inputs, None if proves else self.written)
         is_tree = key_of_tree(inputs) is not None
         given, rows, positions = dict(inputs), None, None
@@ -167,13 +168,12 @@ class Sharding:
             ahead=None if whole or rows is not None else self._ahead,
         )
         self._reader.check_largest(batch.max_position)
-        attention_mask = inputs.get("attention_mask")
-        counted = None if attention_mask is None else attention_mask.ne(0)
-        if whole and not is_tree and self._is_plain(on_host):
+        counted = attention_mask.ne(0) if (attention_mask := inputs.get("attention_mask")) is not None else None
+        if trace is not None and whole and not is_tree and self._is_plain(on_host):
             main = main_input((), inputs)
             assert main is not None  # of it the batch was made
             call = ModelCall((main.size(0), main.size(1)), None, main.size(1), counted)
-            _begin(call, at_seam=any(inputs.get(name) is not None for name in self.reading.besides))
+            trace.begin(call, any(inputs.get(name) is not None for name in self.reading.besides))
             return {**{name: x for name, x in inputs.items() if name != MASK}, "use_cache": False}, None
         if whole:  # in the user's attention, which the proof has set
             set_attention(self._base)
@@ -181,11 +181,12 @@ class Sharding:
         self._last = batch.sequence
         self.written.batches += [] if proves else [batch]
         batch.group, batch.mean_share, batch.budget = self._group, 1 / batch.sequence.world_size, self.budget
-        assert batch.token_weights is not None
-        shape = (batch.token_weights.size(0), batch.sequence.local_len)
-        places = None if batch.rows is None else batch.rows.places
-        call = ModelCall(shape, batch.sequence, batch.seq_len, counted, places)
-        _begin(call, at_seam=batch.before_language_model)
+        if trace is not None:
+            assert batch.token_weights is not None
+            shape = (batch.token_weights.size(0), batch.sequence.local_len)
+            places = None if batch.rows is None else batch.rows.places
+            call = ModelCall(shape, batch.sequence, batch.seq_len, counted, places)
+            trace.begin(call, batch.before_language_model)
         return local, batch
 
     def _chunk_tokens(self) -> int | None:
@@ -211,12 +212,6 @@ class Sharding:
             return mask_of_batch(seen, rows, seq_len, separate, causal) == mask
         except (RefusedError, MaskNotExpressibleError):  # of what transformers sees of the batch
             return False
-
-
-def _begin(call: ModelCall, at_seam: bool) -> None:
-    """Tells a proof, if one runs, which tokens enter the model now, or at the seam, its language model."""
-    if (trace := running_trace()) is not None:
-        trace.begin(call, at_seam)
 
 
 def shard_batch(
@@ -251,9 +246,7 @@ def shard_batch(
     batch_size, seq_len = main.shape[:2]
     causal, shifts_labels = reading.causal, reading.shifts_labels
     # token_type_ids are embedded by encoders; decoders (Gemma 3) read from them which tokens attend later ones.
-    unknown = {
-        name for name, is_known in (("token_type_ids", not causal), ("shift_labels", shifts_labels)) if not is_known
-    }
+    unknown = ({"token_type_ids"} if causal else set()) | (set() if shifts_labels else {"shift_labels"})
     if inputs.get("is_causal") not in (None, causal):
         raise RefusedError(
             f"the model is called with is_causal={inputs['is_causal']}, and its config says {causal}; expected "

@@ -151,15 +151,10 @@ def warn_of_untried() -> None:
     newer = [
         f"{name} {version} is newer than {TRIED[name][0]}.{TRIED[name][1]}"
         for name, version in versions.items()
-        if minor_release(version) > TRIED[name]
+        if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) > TRIED[name]
     ]
     if newer:
         logger.warning(
             f"{', '.join(newer)}, the newest release that ringtile was tried with; what it changes may be refused, or "
             "only be seen by the first batch's proof"
         )
-
-
-def minor_release(version: str) -> tuple[int, ...]:
-    """Return (5, 24) for "5.24.0.dev0"."""
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -29,24 +29,24 @@ class Written:
         self.batches: list[ShardedBatch] = []  # of this step
 
     def begin_step(self) -> None:
-        marks, before = self._now(), self._marks
-        self._note(_BETWEEN, marks, marks if before is None else before)
-        self._marks, self.batches = marks, []
+        self._note(_BETWEEN, self._marks)
+        self.batches = []
 
     def end_step(self) -> None:
-        marks, before = self._now(), self._marks
         is_padded = any(x.sequence.seq_len > x.seq_len and not x.told_padding for x in self.batches)
-        self._note(_INSIDE, marks, before if before is not None and is_padded else marks)
-        self._marks = marks
+        self._note(_INSIDE, self._marks if is_padded else None)
 
-    def _note(self, what: str, marks: _Marks, before: _Marks) -> None:
-        changed = {name: mark for name, mark in marks.items() if not _is_same(mark, before.get(name))}
-        self._names[what] = [*changed]
-        self.numbers[what] = checksum(*(x for x, _ in changed.values())) if changed else 0
-
-    def _now(self) -> _Marks:
-        buffers = self._model.named_buffers()
-        return {name: (x, x._version) for name, x in buffers if type(x) is Tensor and not x.is_inference()}
+    def _note(self, what: str, before: _Marks | None) -> None:
+        """Remember what was written to since `before`; None: nothing that is compared."""
+        marks, changed = _Marks(), list[str]()
+        for name, x in self._model.named_buffers():
+            if type(x) is Tensor and not x.is_inference():
+                marks[name] = x, x._version
+                old = (before or marks).get(name)
+                if old is None or old[0] is not x or old[1] != x._version:
+                    changed.append(name)
+        self._marks, self._names[what] = marks, changed
+        self.numbers[what] = checksum(*(marks[name][0] for name in changed)) if changed else 0
 
     def refuse(self, what: str, first: int, other: int) -> None:
         """RefusedError: two ranks hold other numbers."""
@@ -61,10 +61,6 @@ class Written:
         raise RefusedError(
             f"ranks {first} and {other} share a sequence, and differ in {what}: {names}; expected equal ones: {remedy}"
         )
-
-
-def _is_same(mark: tuple[Tensor, int], other: tuple[Tensor, int] | None) -> bool:
-    return other is not None and mark[0] is other[0] and mark[1] == other[1]
 
 
 def real_tokens() -> Tensor | slice:

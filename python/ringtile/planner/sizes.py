@@ -24,12 +24,12 @@ def parse_tokens(text: str, option: str = "--seq-len") -> int:
     return int(tokens)
 
 
-def parse_bytes(text: str, option: str = "--memory") -> int:
+def parse_bytes(text: str) -> int:
     """80GiB, 512MiB, 80GB (decimal), or a number of bytes. ConfigError for other text."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)", text.strip())
     units = {name.lower(): size for name, size in _BYTES.items()} | {"": 1, "b": 1}
     if found is None or found[2].lower() not in units or float(found[1]) == 0:
-        raise ConfigError(f"{option} is {text!r:.100}; expected bytes with a unit: 80GiB, 512MiB, or 80GB (10**9)")
+        raise ConfigError(f"--memory is {text!r:.100}; expected bytes with a unit: 80GiB, 512MiB, or 80GB (10**9)")
     return int(float(found[1]) * units[found[2].lower()])
 
 
@@ -41,7 +41,7 @@ class Rates(NamedTuple):
     between: float  # hosts
 
 
-def parse_rates(text: str, option: str = "--rates") -> Rates:
+def parse_rates(text: str) -> Rates:
     """FLOPS,WITHIN[,BETWEEN], as 4e14,2e11,2.5e10. ConfigError for other text."""
     try:
         numbers = [float(number) for number in text.split(",")]
@@ -50,7 +50,7 @@ def parse_rates(text: str, option: str = "--rates") -> Rates:
     except ValueError:
         pass
     raise ConfigError(
-        f"{option} is {text!r:.100}; expected FLOPS,WITHIN[,BETWEEN]: flops per second of a device, and bytes per "
+        f"--rates is {text!r:.100}; expected FLOPS,WITHIN[,BETWEEN]: flops per second of a device, and bytes per "
         f"second that a rank sends within a host and between hosts, each 1 to 1e20, as 4e14,2e11,2.5e10"
     )
 

@@ -82,7 +82,7 @@ def transport_of(group: Group | None) -> Transport:
     """
     if group is None or group == "":
         return _ALONE
-    group = group_of_mesh(group)
+    group = group_of_mesh(group) if isinstance(group, DeviceMesh) else group
     if isinstance(group, str):
         try:
             group = virtual_groups.get(group) or _resolve_process_group(GroupName(group))
@@ -193,7 +193,8 @@ class ProcessGroupTransport(Transport):
         return work
 
     def _post(self, messages: Messages, what: str) -> Works:
-        return (super()._post if all(tensor.is_cpu for _, tensor, _ in messages) else self._post_batch)(messages, what)
+        # All are where the call's payloads are.
+        return (super()._post if not messages or messages[0][1].is_cpu else self._post_batch)(messages, what)
 
     def _post_batch(self, messages: Messages, what: str) -> Works:
         """Post all messages as one: NCCL would run each to its end, and two ranks that both send first would wait.

@@ -98,10 +98,8 @@ def share(rendezvous: Rendezvous, links: dict[int, socket.socket]) -> SharedMemo
 
     All ranks of the group call this, with links or without.
     """
-    rank, ranks = (
-        rendezvous.rank,
-        sorted({rendezvous.rank, *links}),
-    )  # of this host: a segment has room for 2 MB from each
+    # Of this host: a segment has room for 2 MB from each.
+    rank, ranks = rendezvous.rank, sorted({rendezvous.rank, *links})
     places = {peer: place for place, peer in enumerate(ranks)}
     files: dict[int, int] = {}
     end, peers = None, frozenset[int]()

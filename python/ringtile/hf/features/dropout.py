@@ -56,12 +56,13 @@ class Draws:
             )
         step = self._trainer.state.global_step
         count = self._pass[1] + 1 if self._pass[0] == step else 0
-        if running_trace() is None:  # a proof drops nothing
+        if drops := running_trace() is None:  # a proof drops nothing
             self._pass = step, count
         rows = 1 if batch.token_weights is None else batch.token_weights.size(0)
         first = (count * self._group.data_size + self._group.data_index) * rows
         batch.dropout = self._trainer.args.seed % 2**32, step, first
-        self._scale_noise(batch)
+        if drops and self._trainer.neftune_noise_alpha is not None:
+            self._scale_noise(batch, self._trainer.neftune_noise_alpha)
         if not self._is_own:
             yield
             return
@@ -76,11 +77,8 @@ class Draws:
         finally:
             generator.set_state(before)
 
-    def _scale_noise(self, batch: ShardedBatch) -> None:
+    def _scale_noise(self, batch: ShardedBatch, alpha: float) -> None:
         """NEFTune's noise is over the root of the tokens of a row, of which its hook sees those of a shard."""
-        alpha: float | None = self._trainer.neftune_noise_alpha
-        if alpha is None or running_trace() is not None:
-            return
         embeddings: Any = self._base.get_input_embeddings()
         if hasattr(embeddings, "neftune_noise_alpha"):
             share = 1.0 if batch.before_language_model else batch.sequence.local_len / batch.seq_len
