@@ -224,7 +224,7 @@ def test_what_a_forward_writes_is_put_back(what):
     model = nn.Sequential(Own(forward))
     drawn.cache_clear()
     before = read(model[0])
-    state = State(model, own_code(model))
+    state = State(model, own_code(model, [Link(None)]))  # an object may stand for a function of attention
     assert not state.unknown
     for _ in range(2):
         forward(model[0])

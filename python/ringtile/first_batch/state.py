@@ -56,7 +56,7 @@ class State:
             used = {id(x) for x in (*type(module).__mro__, *vars(module).values(), *vars(type(module)).values())}
             self._module(module, f"{name}.{path}" if path else name, bool(own & used))
         for x in code:
-            self._keep(x, x.__qualname__, True)
+            self._keep(x, getattr(x, "__qualname__", type(x).__name__), True)
         for name in [each for each in [*sys.modules] if code and is_users(each)]:
             self._keep(vars(sys.modules[name]), name, False)
         if holder is not None:  # a Trainer, whose other attributes are the training's
