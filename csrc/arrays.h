@@ -6,6 +6,18 @@
 
 #include "ringtile/base.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Returns the status, and remembers what rt_wrong_argument says of it. Names are string literals.
+rt_status rt_wrong(rt_status status, const char *argument);
+rt_status rt_wrong_pair(const char *output, const char *other); // RT_SHARED_MEMORY
+
+#ifdef __cplusplus
+}
+#endif
+
 enum { RT_MAX_DIMS = 16 };
 
 // More than any machine addresses, and so little that the sum of a few such sizes still fits int64_t.
@@ -73,13 +85,14 @@ static inline bool rt_overlaps(int64_t ndim, const int64_t *sizes, const int64_t
 
 // The bytes of an array: [begin, end) is empty if the array is.
 typedef struct rt_bytes {
+    const char *name;
     uintptr_t first, begin, end; // first: of element 0
     bool is_dense;               // the elements fill [begin, end)
 } rt_bytes;
 
 // Of an array that fits; strides as in rt_array_fits.
-static inline rt_bytes rt_bytes_of(const void *array, int64_t ndim, const int64_t *sizes, const int64_t *strides,
-                                   int64_t element_bytes) {
+static inline rt_bytes rt_bytes_of(const char *name, const void *array, int64_t ndim, const int64_t *sizes,
+                                   const int64_t *strides, int64_t element_bytes) {
     int64_t num_bytes = element_bytes, before = 0, beyond = element_bytes;
     for (int64_t d = 0; d < ndim; d++) {
         const int64_t way = strides == NULL || sizes[d] < 2 ? 0 : (sizes[d] - 1) * strides[d] * element_bytes;
@@ -89,7 +102,7 @@ static inline rt_bytes rt_bytes_of(const void *array, int64_t ndim, const int64_
     }
     if (strides == NULL) beyond = num_bytes;
     const uintptr_t first = (uintptr_t)array;
-    rt_bytes bytes = {first, first - (uintptr_t)before, first + (uintptr_t)beyond, num_bytes == before + beyond};
+    rt_bytes bytes = {name, first, first - (uintptr_t)before, first + (uintptr_t)beyond, num_bytes == before + beyond};
     if (num_bytes == 0) bytes.end = bytes.begin;
     return bytes;
 }
@@ -103,12 +116,12 @@ static inline bool rt_share_memory(rt_bytes a, rt_bytes b) {
            (b.is_dense && a.first >= b.begin && a.first < b.end);
 }
 
-// Whether one of the first num_outputs arrays shares memory with any other.
-static inline bool rt_outputs_share_memory(const rt_bytes *arrays, int64_t num_outputs, int64_t num_arrays) {
+// RT_SHARED_MEMORY if one of the first num_outputs arrays shares memory with any other.
+static inline rt_status rt_outputs_share_memory(const rt_bytes *arrays, int64_t num_outputs, int64_t num_arrays) {
     for (int64_t i = 0; i < num_outputs; i++)
         for (int64_t j = i + 1; j < num_arrays; j++)
-            if (rt_share_memory(arrays[i], arrays[j])) return true;
-    return false;
+            if (rt_share_memory(arrays[i], arrays[j])) return rt_wrong_pair(arrays[i].name, arrays[j].name);
+    return RT_OK;
 }
 
 // Whether a pointer can point to elements of this size: it is not NULL, and is aligned to them.
@@ -120,11 +133,15 @@ static inline bool rt_points_to(const void *array, int64_t element_bytes) {
 
 // Contiguous if stride is NULL, else `stride` counts the steps of all dims but the last, whose elements are neighbours.
 typedef struct rt_array {
+    const char *name;
     const void *data;
     int64_t element_bytes, ndim, sizes[5];
     const int64_t *stride;
     bool is_optional; // there is none if data is NULL
 } rt_array;
+
+// That of a field of params.
+#define RT_ARRAY(p, field, ...) ((rt_array){#field, (p)->field, __VA_ARGS__})
 
 enum { RT_MAX_ARRAYS = 24 };
 
@@ -141,22 +158,23 @@ static inline void rt_add_array(rt_arrays *all, bool is_output, rt_array x) {
 
 // RT_TOO_LARGE, RT_BAD_POINTER, RT_BAD_STRIDE, RT_SHARED_MEMORY
 static inline rt_status rt_check_arrays(const rt_arrays *all) {
-    rt_bytes bytes[RT_MAX_ARRAYS] = {{0, 0, 0, false}};
+    rt_bytes bytes[RT_MAX_ARRAYS] = {{NULL, 0, 0, 0, false}};
     for (int64_t i = 0; i < all->count; i++) {
         const rt_array *x = &all->list[i];
         if (x->is_optional && x->data == NULL) continue;
         int64_t steps[5] = {0};
         for (int64_t d = 0; x->stride != NULL && d < x->ndim; d++) steps[d] = d == x->ndim - 1 ? 1 : x->stride[d];
         const int64_t *strides = x->stride == NULL ? NULL : steps;
-        if (!rt_array_fits(x->ndim, x->sizes, strides, x->element_bytes)) return RT_TOO_LARGE;
+        if (!rt_array_fits(x->ndim, x->sizes, strides, x->element_bytes)) return rt_wrong(RT_TOO_LARGE, x->name);
         bool empty = false;
         for (int64_t d = 0; d < x->ndim; d++) empty = empty || x->sizes[d] == 0;
-        if (!empty && !rt_points_to(x->data, x->element_bytes)) return RT_BAD_POINTER;
-        if (i < all->num_outputs && strides != NULL && rt_overlaps(x->ndim, x->sizes, strides)) return RT_BAD_STRIDE;
-        bytes[i] = rt_bytes_of(x->data, x->ndim, x->sizes, strides, x->element_bytes);
+        if (!empty && !rt_points_to(x->data, x->element_bytes)) return rt_wrong(RT_BAD_POINTER, x->name);
+        if (i < all->num_outputs && strides != NULL && rt_overlaps(x->ndim, x->sizes, strides))
+            return rt_wrong(RT_BAD_STRIDE, x->name);
+        bytes[i] = rt_bytes_of(x->name, x->data, x->ndim, x->sizes, strides, x->element_bytes);
         if (empty) bytes[i].end = bytes[i].begin;
     }
-    return rt_outputs_share_memory(bytes, all->num_outputs, all->count) ? RT_SHARED_MEMORY : RT_OK;
+    return rt_outputs_share_memory(bytes, all->num_outputs, all->count);
 }
 
 #endif // RINGTILE_ARRAYS_H

@@ -6,12 +6,13 @@
 //                  G kv heads (H is a multiple of G), D head dim, Dv value head dim, W ranks,
 //                  T tokens of a tile, F MLP intermediate size, V vocabulary, R runs.
 //   Strides        counted in elements; the last dim always has stride 1.
-//   Errors         every function that can fail returns an rt_status, and rt_status_message() says what was expected.
+//   Errors         every function that can fail returns an rt_status. rt_status_message() says what was expected, and
+//                  rt_wrong_argument() of which argument.
 //                  These functions check every precondition, once: RT_TOO_LARGE, RT_BAD_POINTER and
 //                  RT_SHARED_MEMORY are possible everywhere. They trust that an array has the size that its params
 //                  describe, and find arrays that share memory, except two with gaps that interleave.
-//   Memory         nothing here allocates, prints, aborts, or keeps state between calls. A function that needs
-//                  scratch takes a workspace; a *_bytes function returns its size.
+//   Memory         nothing here allocates, prints, aborts, or keeps state between calls, but for the name of a wrong
+//                  argument. A function that needs scratch takes a workspace; a *_bytes function returns its size.
 //   Determinism    the same inputs give the same bits for any number of workers.
 #ifndef RINGTILE_H
 #define RINGTILE_H

@@ -138,7 +138,7 @@ rt_status move(const rt_rows_params *p, rt_rows_pass pass, rt_dtype dtype, const
     int64_t num_bytes;
     rt_status status = rt_rows_check(p, pass, dtype, &num_bytes);
     if (status != RT_OK || num_bytes == 0) return status;
-    if (table != nullptr && !rt_points_to(table, sizeof(int64_t))) return RT_BAD_POINTER;
+    if (table != nullptr && !rt_points_to(table, sizeof(int64_t))) return rt_wrong(RT_BAD_POINTER, "table");
     const int64_t most_runs = table == nullptr ? int64_t(RT_CUDA_MAX_RUNS) : p->num_runs;
     for (int64_t first = 0; first < p->num_tensors; first += MAX_TENSORS) {
         for (int64_t run = 0; status == RT_OK && run < p->num_runs; run += most_runs) {

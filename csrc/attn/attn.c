@@ -29,7 +29,7 @@ static rt_status lay_out(const rt_attn_params *p, bool backward, int64_t num_wor
                                                : j->kernels->attn_forward_scratch_bytes(p));
     *num_bytes = j->scratch_bytes;
     if (!rt_multiply_fits(num_bytes, num_workers) || *num_bytes > RT_MAX_BYTES - j->progress_bytes - j->shared_bytes)
-        return RT_TOO_LARGE;
+        return rt_wrong(RT_TOO_LARGE, "num_workers");
     *num_bytes += j->progress_bytes + j->shared_bytes;
     return RT_OK;
 }

@@ -17,7 +17,7 @@ static void run_rows(const void *ctx, int64_t first, int64_t last) {
 }
 
 rt_status rt_glu_check(const rt_glu_params *p, const void *gate, const void *up, const void *prod, bool backward) {
-    if (p == NULL) return RT_BAD_POINTER;
+    if (p == NULL) return rt_wrong(RT_BAD_POINTER, "p");
     if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
     switch (p->kind) {
     case RT_GLU_SILU:
@@ -28,12 +28,12 @@ rt_status rt_glu_check(const rt_glu_params *p, const void *gate, const void *up,
     default:
         return RT_BAD_KIND;
     }
-    if (p->num_rows < 0 || p->num_cols < 0) return RT_BAD_SHAPE;
+    if (p->num_rows < 0 || p->num_cols < 0) return rt_wrong(RT_BAD_SHAPE, "num_rows or num_cols");
     const int64_t element_bytes = rt_element_bytes(p->dtype), rows = p->num_rows, cols = p->num_cols;
     rt_arrays all = {0};
-    rt_add_array(&all, true, (rt_array){prod, element_bytes, 2, {rows, cols}, &p->prod_stride, false});
-    rt_add_array(&all, backward, (rt_array){gate, element_bytes, 2, {rows, cols}, &p->gate_stride, false});
-    rt_add_array(&all, backward, (rt_array){up, element_bytes, 2, {rows, cols}, &p->up_stride, false});
+    rt_add_array(&all, true, (rt_array){"prod", prod, element_bytes, 2, {rows, cols}, &p->prod_stride, false});
+    rt_add_array(&all, backward, (rt_array){"gate", gate, element_bytes, 2, {rows, cols}, &p->gate_stride, false});
+    rt_add_array(&all, backward, (rt_array){"up", up, element_bytes, 2, {rows, cols}, &p->up_stride, false});
     return rt_check_arrays(&all);
 }
 

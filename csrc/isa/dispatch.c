@@ -93,7 +93,7 @@ static rt_status choose(rt_isa *isa) {
 }
 
 rt_status rt_cpu_isa(rt_isa *isa) {
-    if (!rt_points_to(isa, sizeof(*isa))) return RT_BAD_POINTER;
+    if (!rt_points_to(isa, sizeof(*isa))) return rt_wrong(RT_BAD_POINTER, "isa");
     // 0 until chosen, then 1 + 16 * status + isa. Threads that race all store the same value.
     static _Atomic int memo;
     int known = atomic_load_explicit(&memo, memory_order_relaxed);

@@ -19,21 +19,21 @@ static void run_tokens(const void *ctx, int64_t first, int64_t last) {
 
 rt_status rt_cross_entropy_check(const rt_cross_entropy_params *p, const void *logits, const void *labels,
                                  const void *loss, const void *lse) {
-    if (p == NULL) return RT_BAD_POINTER;
+    if (p == NULL) return rt_wrong(RT_BAD_POINTER, "p");
     if (!rt_is_dtype(p->dtype)) return RT_BAD_DTYPE;
-    if (p->num_tokens < 0 || p->vocab_size < 1) return RT_BAD_SHAPE;
+    if (p->num_tokens < 0 || p->vocab_size < 1) return rt_wrong(RT_BAD_SHAPE, "num_tokens or vocab_size");
     // Written so that NaN fails.
-    const bool smoothing_ok = p->label_smoothing >= 0 && p->label_smoothing <= 1;
-    const bool softcap_ok = rt_is_softcap(p->dtype, p->softcap),
-               z_loss_ok = p->z_loss >= 0 && rt_is_finite(p->dtype, p->z_loss);
-    if (!smoothing_ok || !softcap_ok || !z_loss_ok) return RT_BAD_SCALE;
+    if (!(p->label_smoothing >= 0 && p->label_smoothing <= 1)) return rt_wrong(RT_BAD_SCALE, "label_smoothing");
+    if (!rt_is_softcap(p->dtype, p->softcap)) return rt_wrong(RT_BAD_SCALE, "softcap");
+    if (!(p->z_loss >= 0 && rt_is_finite(p->dtype, p->z_loss))) return rt_wrong(RT_BAD_SCALE, "z_loss");
     const int64_t T = p->num_tokens, state_bytes = rt_state_bytes(p->dtype);
     rt_arrays all = {0};
-    rt_add_array(&all, true, (rt_array){loss, state_bytes, 1, {T}, NULL, false});
-    rt_add_array(&all, true, (rt_array){lse, state_bytes, 1, {T}, NULL, false});
-    rt_add_array(&all, p->want_grad,
-                 (rt_array){logits, rt_element_bytes(p->dtype), 2, {T, p->vocab_size}, &p->logits_stride, false});
-    rt_add_array(&all, false, (rt_array){labels, sizeof(int64_t), 1, {T}, NULL, false});
+    rt_add_array(&all, true, (rt_array){"loss", loss, state_bytes, 1, {T}, NULL, false});
+    rt_add_array(&all, true, (rt_array){"lse", lse, state_bytes, 1, {T}, NULL, false});
+    rt_add_array(
+        &all, p->want_grad,
+        (rt_array){"logits", logits, rt_element_bytes(p->dtype), 2, {T, p->vocab_size}, &p->logits_stride, false});
+    rt_add_array(&all, false, (rt_array){"labels", labels, sizeof(int64_t), 1, {T}, NULL, false});
     return rt_check_arrays(&all);
 }
 

@@ -55,6 +55,10 @@ typedef enum rt_status {
 // A static, NUL-terminated sentence for a status; never NULL.
 const char *rt_status_message(rt_status status);
 
+// The argument, or field of params, that is wrong where the last call of this thread returned the status: "dk", or one
+// of "begin or end"; number 1: the array that it shares memory with. "" if there is none, or the message names it.
+const char *rt_wrong_argument(rt_status status, int number);
+
 typedef enum rt_dtype { RT_F64, RT_F32, RT_BF16, RT_F16 } rt_dtype;
 
 // The caller's threads. run() calls work(ctx, worker) for every worker in [0, num_workers), in any order, concurrently

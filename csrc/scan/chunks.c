@@ -18,11 +18,12 @@ rt_status rt_scan_space_of(int64_t batch, int64_t num_tokens, int64_t seq_idx_ba
                            int64_t scratch_bytes, int64_t num_workers, rt_scan_space *space) {
     if (!rows_fit(batch, num_tokens, seq_idx_batch_stride, &space->rows) ||
         !rt_array_fits(1, &num_turns, NULL, sizeof(_Atomic int64_t)))
-        return RT_TOO_LARGE;
+        return rt_wrong(RT_TOO_LARGE, "batch, num_heads, num_tokens, head_dim and v_head_dim");
     const int64_t before = space->rows.num_bytes + rt_round_up_64(num_turns * (int64_t)sizeof(_Atomic int64_t));
     space->num_turns = num_turns, space->scratch_bytes = rt_round_up_64(scratch_bytes);
     int64_t scratch = space->scratch_bytes;
-    if (!rt_multiply_fits(&scratch, num_workers) || scratch > RT_MAX_BYTES - before) return RT_TOO_LARGE;
+    if (!rt_multiply_fits(&scratch, num_workers) || scratch > RT_MAX_BYTES - before)
+        return rt_wrong(RT_TOO_LARGE, "num_workers");
     space->num_bytes = before + scratch;
     return RT_OK;
 }

@@ -18,7 +18,7 @@ static rt_status lay_out(job *j, int64_t num_workers) {
     const int64_t of_heads[] = {p->batch, p->num_heads, 8};
     const rt_status status = rt_kernels_for(p->dtype, &j->kernels);
     if (status != RT_OK) return status;
-    if (!rt_array_fits(3, of_heads, NULL, 1)) return RT_TOO_LARGE;
+    if (!rt_array_fits(3, of_heads, NULL, 1)) return rt_wrong(RT_TOO_LARGE, "batch, num_heads and num_tokens");
     return rt_scan_space_of(p->batch, p->num_tokens, p->seq_idx_batch_stride, p->batch * p->num_heads,
                             j->kernels->scan_scratch_bytes(p, j->backward), num_workers, &j->space);
 }

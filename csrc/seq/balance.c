@@ -35,16 +35,17 @@ typedef struct table {
 } table;
 
 static rt_status check_params(const rt_balance_params *p) {
-    if (p == NULL) return RT_BAD_POINTER;
+    if (p == NULL) return rt_wrong(RT_BAD_POINTER, "p");
     if (p->num_ranks < 1 || p->seq_len < 1 || p->seq_len > INT32_MAX || p->mask_batch < 0 || p->chunk < 1 ||
         (p->seq_len - 1) / p->chunk + 1 < p->num_ranks)
-        return RT_BAD_SHAPE;
+        return rt_wrong(RT_BAD_SHAPE, "num_ranks, seq_len, mask_batch or chunk");
     const int64_t of_mask[] = {p->mask_batch, p->seq_len}, S = p->seq_len;
     if (!rt_array_fits(2, of_mask, NULL, sizeof(int64_t)) || p->mask_batch > INT64_MAX / S / S / PAIRS_PER_KEY)
-        return RT_TOO_LARGE;
+        return rt_wrong(RT_TOO_LARGE, "mask_batch and seq_len");
     if (p->mask_batch == 0) return RT_OK;
-    if (!rt_points_to(p->begin, sizeof(int32_t)) || !rt_points_to(p->end, sizeof(int32_t))) return RT_BAD_POINTER;
-    return (uintptr_t)p->num_keys % sizeof(int64_t) == 0 ? RT_OK : RT_BAD_POINTER;
+    if (!rt_points_to(p->begin, sizeof(int32_t)) || !rt_points_to(p->end, sizeof(int32_t)))
+        return rt_wrong(RT_BAD_POINTER, "begin or end");
+    return (uintptr_t)p->num_keys % sizeof(int64_t) == 0 ? RT_OK : rt_wrong(RT_BAD_POINTER, "num_keys");
 }
 
 // Returns the bytes of the table, of params that pass, and sets t to it unless it is NULL.
@@ -238,7 +239,8 @@ static bool deal_parts(table *t) {
 rt_status rt_balance(const rt_balance_params *p, int64_t *owner, int64_t *loads) {
     const rt_status status = check_params(p);
     if (status != RT_OK) return status;
-    if (!rt_points_to(owner, sizeof(*owner)) || !rt_points_to(loads, sizeof(*loads))) return RT_BAD_POINTER;
+    if (!rt_points_to(owner, sizeof(*owner)) || !rt_points_to(loads, sizeof(*loads)))
+        return rt_wrong(RT_BAD_POINTER, "owner or loads");
     if (!rt_points_to(p->workspace, 64) || p->workspace_bytes < lay_out(p, NULL)) return RT_WORKSPACE;
     table t;
     lay_out(p, &t);

@@ -26,12 +26,13 @@ static int64_t num_below(const side *s, int64_t bound) {
 }
 
 static rt_status check_side(const side *s, int64_t seq_len) {
-    if (s->num < 0 || s->num > seq_len || (s->positions == NULL && s->num != seq_len)) return RT_BAD_SHAPE;
-    if ((uintptr_t)s->positions % sizeof(*s->positions) != 0) return RT_BAD_POINTER;
+    if (s->num < 0 || s->num > seq_len) return rt_wrong(RT_BAD_SHAPE, "num_x or num_y");
+    if (s->positions == NULL && s->num != seq_len) return rt_wrong(RT_BAD_SHAPE, "num_x or num_y");
+    if ((uintptr_t)s->positions % sizeof(*s->positions) != 0) return rt_wrong(RT_BAD_POINTER, "x or y");
     if (s->num > 0 && (!rt_points_to(s->begin, sizeof(*s->begin)) || !rt_points_to(s->end, sizeof(*s->end))))
-        return RT_BAD_POINTER;
+        return rt_wrong(RT_BAD_POINTER, "x_begin, x_end, y_begin or y_end");
     for (int64_t i = 0, least = 0; s->positions != NULL && i < s->num; i++) {
-        if (s->positions[i] < least || s->positions[i] >= seq_len) return RT_BAD_POSITIONS;
+        if (s->positions[i] < least || s->positions[i] >= seq_len) return rt_wrong(RT_BAD_POSITIONS, "x or y");
         least = s->positions[i] + (int64_t)1;
     }
     return RT_OK;
@@ -63,8 +64,8 @@ int64_t rt_meetings_scratch_len(int64_t num_x, int64_t num_y) {
 }
 
 rt_status rt_meetings(const rt_meetings_params *p, int64_t *counts, int32_t *first, int32_t *after, int32_t *scratch) {
-    if (p == NULL) return RT_BAD_POINTER;
-    if (p->seq_len < 0 || p->seq_len > INT32_MAX || p->last < 0) return RT_BAD_SHAPE;
+    if (p == NULL) return rt_wrong(RT_BAD_POINTER, "p");
+    if (p->seq_len < 0 || p->seq_len > INT32_MAX || p->last < 0) return rt_wrong(RT_BAD_SHAPE, "seq_len or last");
     const side x = {p->x, p->x_begin, p->x_end, p->num_x}, y = {p->y, p->y_begin, p->y_end, p->num_y};
     rt_status status = check_side(&x, p->seq_len);
     if (status == RT_OK) status = check_side(&y, p->seq_len);
@@ -73,7 +74,7 @@ rt_status rt_meetings(const rt_meetings_params *p, int64_t *counts, int32_t *fir
     if (!rt_points_to(scratch, sizeof(*scratch)) || hulls != (after != NULL) ||
         (x.num > 0 && !rt_points_to(counts, sizeof(*counts))) ||
         (hulls && (!rt_points_to(first, sizeof(*first)) || !rt_points_to(after, sizeof(*after)))))
-        return RT_BAD_POINTER;
+        return rt_wrong(RT_BAD_POINTER, "counts, first, after or scratch");
 
     // Along x, y i is there from place coming[...] on, up to place leaving[...]: lists by place, linked by next.
     int32_t *coming = scratch, *leaving = coming + x.num + 1, *next_coming = leaving + x.num + 1,

@@ -14,17 +14,20 @@ typedef struct keys {
 static rt_status check(const rt_pieces_params *p, int64_t capacity) {
     if (p->mask_batch < 0 || p->num_queries < 0 || p->num_keys < 0 || p->num_keys > INT32_MAX || p->num_k_runs < 0 ||
         p->max_stretches < 0 || capacity < 0)
-        return RT_BAD_SHAPE;
+        return rt_wrong(RT_BAD_SHAPE, "mask_batch, num_queries, num_keys, num_k_runs, max_stretches or capacity");
     const int64_t queries[] = {p->mask_batch, p->num_queries}, of_keys[] = {p->mask_batch, p->num_keys};
     if (!rt_array_fits(2, queries, NULL, sizeof(int64_t)) || !rt_array_fits(2, of_keys, NULL, sizeof(int32_t)) ||
         !rt_array_fits(1, &capacity, NULL, sizeof(rt_piece)))
-        return RT_TOO_LARGE;
-    if (p->num_k_runs > 0 && !rt_points_to(p->k_runs, sizeof(int64_t))) return RT_BAD_POINTER;
+        return rt_wrong(RT_TOO_LARGE, "mask_batch, num_queries, num_keys or capacity");
+    if (p->num_k_runs > 0 && !rt_points_to(p->k_runs, sizeof(int64_t))) return rt_wrong(RT_BAD_POINTER, "k_runs");
     const bool two_sides = p->key_begin != NULL || p->key_end != NULL;
     const int32_t *const bounds[] = {p->begin, p->end, p->bounds, p->key_begin, p->key_end};
     for (int i = 0; p->mask_batch * p->num_queries > 0 && i < (two_sides ? 5 : 3); i++)
-        if (!rt_points_to(bounds[i], sizeof(int32_t))) return RT_BAD_POINTER;
-    return two_sides && p->num_queries > 0 && !rt_points_to(p->positions, sizeof(int64_t)) ? RT_BAD_POINTER : RT_OK;
+        if (!rt_points_to(bounds[i], sizeof(int32_t)))
+            return rt_wrong(RT_BAD_POINTER, "begin, end, bounds, key_begin or key_end");
+    if (two_sides && p->num_queries > 0 && !rt_points_to(p->positions, sizeof(int64_t)))
+        return rt_wrong(RT_BAD_POINTER, "positions");
+    return RT_OK;
 }
 
 // Of runs in the order of rows; *num_keys: of all.
@@ -37,7 +40,7 @@ static rt_status check_runs(const rt_pieces_params *p, int64_t *num_keys) {
             run.local_begin < 0 || run.local_begin > p->num_keys || run.length > p->num_keys - run.local_begin ||
             run.length - 1 > (INT32_MAX - run.global_begin) / run.stride)
             return RT_BAD_RUN;
-        if (run.local_begin != row || run.global_begin <= last) return RT_BAD_POSITIONS;
+        if (run.local_begin != row || run.global_begin <= last) return rt_wrong(RT_BAD_POSITIONS, "k_runs");
         row += run.length, *num_keys += run.length;
         last = run.global_begin + (run.length - 1) * run.stride;
     }
@@ -121,12 +124,12 @@ static bool append_pieces(const rt_pieces_params *p, const stretch *s, int64_t f
 }
 
 rt_status rt_pieces(const rt_pieces_params *p, rt_piece *pieces, int64_t capacity, int64_t *counts) {
-    if (p == NULL) return RT_BAD_POINTER;
+    if (p == NULL) return rt_wrong(RT_BAD_POINTER, "p");
     int64_t num_keys, count = 0;
     rt_status status = check(p, capacity);
     if (status == RT_OK && ((capacity > 0 && !rt_points_to(pieces, sizeof(int64_t))) ||
                             (p->mask_batch > 0 && !rt_points_to(counts, sizeof(*counts)))))
-        return RT_BAD_POINTER;
+        return rt_wrong(RT_BAD_POINTER, "pieces or counts");
     if (status == RT_OK) status = check_runs(p, &num_keys);
     if (status != RT_OK) return status;
     const int64_t N = p->num_queries, first_row = num_keys > 0 ? p->k_runs->local_begin : 0;

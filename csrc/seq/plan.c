@@ -48,21 +48,24 @@ static int64_t most_tokens(const rt_plan_params *p) {
 }
 
 static rt_status check_params(const rt_plan_params *p) {
-    if (p == NULL) return RT_BAD_POINTER;
-    if (p->num_ranks < 1 || p->seq_len < 0 || p->seq_len > INT32_MAX || p->mask_batch < 0) return RT_BAD_SHAPE;
-    if (!rt_points_to(p->run_offsets, sizeof(int64_t))) return RT_BAD_POINTER;
-    if (!rt_array_fits(1, &p->num_ranks, NULL, 2 * sizeof(rt_transfer))) return RT_TOO_LARGE;
+    if (p == NULL) return rt_wrong(RT_BAD_POINTER, "p");
+    if (p->num_ranks < 1 || p->seq_len < 0 || p->seq_len > INT32_MAX || p->mask_batch < 0)
+        return rt_wrong(RT_BAD_SHAPE, "num_ranks, seq_len or mask_batch");
+    if (!rt_points_to(p->run_offsets, sizeof(int64_t))) return rt_wrong(RT_BAD_POINTER, "run_offsets");
+    if (!rt_array_fits(1, &p->num_ranks, NULL, 2 * sizeof(rt_transfer))) return rt_wrong(RT_TOO_LARGE, "num_ranks");
     const int64_t sizes[] = {p->mask_batch, p->seq_len};
-    if (!rt_array_fits(2, sizes, NULL, sizeof(step) + sizeof(span))) return RT_TOO_LARGE;
+    if (!rt_array_fits(2, sizes, NULL, sizeof(step) + sizeof(span)))
+        return rt_wrong(RT_TOO_LARGE, "mask_batch and seq_len");
     const int64_t num_runs = p->run_offsets[p->num_ranks];
     if (num_runs < 0 || num_runs > p->seq_len) return RT_BAD_LAYOUT; // each holds a position of its own
-    if (num_runs > 0 && !rt_points_to(p->runs, sizeof(int64_t))) return RT_BAD_POINTER;
+    if (num_runs > 0 && !rt_points_to(p->runs, sizeof(int64_t))) return rt_wrong(RT_BAD_POINTER, "runs");
     const int64_t num_intervals = p->mask_batch * p->seq_len;
     if (num_intervals == 0) return RT_OK;
-    if (num_intervals > INT64_MAX / p->seq_len) return RT_TOO_LARGE; // pairs, if every query attends every key
+    if (num_intervals > INT64_MAX / p->seq_len) return rt_wrong(RT_TOO_LARGE, "mask_batch and seq_len"); // pairs
     const int32_t *const bounds[] = {p->begin, p->end, p->key_begin, p->key_end};
     for (int i = 0; i < (p->key_begin == NULL && p->key_end == NULL ? 2 : 4); i++)
-        if (!rt_points_to(bounds[i], sizeof(int32_t))) return RT_BAD_POINTER;
+        if (!rt_points_to(bounds[i], sizeof(int32_t)))
+            return rt_wrong(RT_BAD_POINTER, "begin, end, key_begin or key_end");
     return RT_OK;
 }
 
@@ -381,13 +384,13 @@ static bool count_rows(rt_run *runs, const rt_transfer *keys) {
 }
 
 static rt_status check_rank_plan(const rt_rank_plan *plan) {
-    if (plan == NULL) return RT_BAD_POINTER;
-    if (plan->capacity < 0) return RT_BAD_SHAPE;
-    if (!rt_array_fits(1, &plan->capacity, NULL, sizeof(*plan->runs))) return RT_TOO_LARGE;
+    if (plan == NULL) return rt_wrong(RT_BAD_POINTER, "plan");
+    if (plan->capacity < 0) return rt_wrong(RT_BAD_SHAPE, "capacity");
+    if (!rt_array_fits(1, &plan->capacity, NULL, sizeof(*plan->runs))) return rt_wrong(RT_TOO_LARGE, "capacity");
     const bool points = rt_points_to(plan->rounds, sizeof(int64_t)) && rt_points_to(plan->incoming, sizeof(int64_t)) &&
                         rt_points_to(plan->outgoing, sizeof(int64_t)) &&
                         (plan->capacity == 0 || rt_points_to(plan->runs, sizeof(int64_t)));
-    return points ? RT_OK : RT_BAD_POINTER;
+    return points ? RT_OK : rt_wrong(RT_BAD_POINTER, "rounds, incoming, outgoing or runs");
 }
 
 rt_status rt_plan_rank(const rt_plan_params *p, int64_t rank, bool at_once, rt_rank_plan *plan) {
@@ -446,7 +449,8 @@ rt_status rt_plan_counts(const rt_plan_params *p, int64_t *keys, int64_t *pairs)
     rt_status status = open_workspace(p, &x);
     if (status != RT_OK) return status;
     const int64_t W = p->num_ranks;
-    if (!rt_points_to(keys, sizeof(*keys)) || !rt_points_to(pairs, sizeof(*pairs))) return RT_BAD_POINTER;
+    if (!rt_points_to(keys, sizeof(*keys)) || !rt_points_to(pairs, sizeof(*pairs)))
+        return rt_wrong(RT_BAD_POINTER, "keys or pairs");
     for (int64_t query_rank = 0; query_rank < W; query_rank++) {
         status = find_spans(&x, query_rank, -1);
         if (status != RT_OK) return status;
@@ -472,8 +476,9 @@ static uint64_t mix(uint64_t hash, uint64_t word) {
 }
 
 rt_status rt_digest(const void *bytes, int64_t num_bytes, uint64_t seed, uint64_t *digest) {
-    if (num_bytes < 0) return RT_BAD_SHAPE;
-    if ((num_bytes > 0 && bytes == NULL) || !rt_points_to(digest, sizeof(*digest))) return RT_BAD_POINTER;
+    if (num_bytes < 0) return rt_wrong(RT_BAD_SHAPE, "num_bytes");
+    if ((num_bytes > 0 && bytes == NULL) || !rt_points_to(digest, sizeof(*digest)))
+        return rt_wrong(RT_BAD_POINTER, "bytes or digest");
     enum { LANES = 4, STEP_BYTES = LANES * (int)sizeof(uint64_t) };
     // Independent lanes, because a single chain of multiplications would be bound by its latency.
     uint64_t lane[LANES], word[LANES];

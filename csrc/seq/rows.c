@@ -139,40 +139,41 @@ static rt_status check_tensor(const rt_rows_tensor *x, const rt_rows_params *p, 
     if (x->ndim < 1 || x->ndim > RT_MAX_DIMS || x->dim < 0 || x->dim >= x->ndim) return RT_BAD_DIM;
     if (!rt_points_to(x->sizes, sizeof(int64_t)) || !rt_points_to(x->global_strides, sizeof(int64_t)) ||
         !rt_points_to(x->local_strides, sizeof(int64_t)))
-        return RT_BAD_POINTER;
-    if (x->element_bytes < 1 || x->global_len < 0) return RT_BAD_SHAPE;
+        return rt_wrong(RT_BAD_POINTER, "sizes, global_strides or local_strides");
+    if (x->element_bytes < 1 || x->global_len < 0) return rt_wrong(RT_BAD_SHAPE, "element_bytes or global_len");
     int64_t global_sizes[RT_MAX_DIMS];
     for (int64_t d = 0; d < x->ndim; d++) {
-        if (x->sizes[d] < 0) return RT_BAD_SHAPE;
+        if (x->sizes[d] < 0) return rt_wrong(RT_BAD_SHAPE, "sizes");
         global_sizes[d] = d == x->dim ? x->global_len : x->sizes[d];
     }
-    if (!rt_array_fits(x->ndim, x->sizes, x->local_strides, x->element_bytes) ||
-        !rt_array_fits(x->ndim, global_sizes, x->global_strides, x->element_bytes))
-        return RT_TOO_LARGE;
+    if (!rt_array_fits(x->ndim, x->sizes, x->local_strides, x->element_bytes)) return rt_wrong(RT_TOO_LARGE, "local");
+    if (!rt_array_fits(x->ndim, global_sizes, x->global_strides, x->element_bytes))
+        return rt_wrong(RT_TOO_LARGE, "global");
     if (to_global ? rt_overlaps(x->ndim, global_sizes, x->global_strides)
                   : rt_overlaps(x->ndim, x->sizes, x->local_strides))
-        return RT_BAD_STRIDE;
+        return rt_wrong(RT_BAD_STRIDE, to_global ? "global" : "local");
     const rt_status status = rt_runs_check_inside(p->runs, p->num_runs, x->sizes[x->dim], x->global_len);
     if (status != RT_OK) return status;
     *num_bytes = p->num_runs == 0 ? 0 : x->element_bytes;
     for (int64_t d = 0; d < x->ndim; d++) *num_bytes *= x->sizes[d];
-    if (*num_bytes > 0 && (x->global == NULL || x->local == NULL)) return RT_BAD_POINTER;
-    arrays[0] = rt_bytes_of(x->global, x->ndim, global_sizes, x->global_strides, x->element_bytes);
-    arrays[1] = rt_bytes_of(x->local, x->ndim, x->sizes, x->local_strides, x->element_bytes);
-    if (*num_bytes == 0) arrays[0].end = arrays[0].begin, arrays[1].end = arrays[1].begin; // neither read nor written
+    if (*num_bytes > 0 && (x->global == NULL || x->local == NULL))
+        return rt_wrong(RT_BAD_POINTER, x->global == NULL ? "global" : "local");
+    arrays[0] = rt_bytes_of("global", x->global, x->ndim, global_sizes, x->global_strides, x->element_bytes);
+    arrays[1] = rt_bytes_of("local", x->local, x->ndim, x->sizes, x->local_strides, x->element_bytes);
+    for (int i = 0; i < 2 && *num_bytes == 0; i++) arrays[i].end = arrays[i].begin; // neither read nor written
     return RT_OK;
 }
 
 rt_status rt_rows_check(const rt_rows_params *p, rt_rows_pass pass, rt_dtype dtype, int64_t *num_bytes) {
     *num_bytes = 0;
-    if (p == NULL) return RT_BAD_POINTER;
-    if (p->num_tensors < 0 || p->num_tensors > RT_MAX_ROWS_TENSORS) return RT_BAD_SHAPE;
-    if (p->num_tensors > 0 && !rt_points_to(p->tensors, sizeof(int64_t))) return RT_BAD_POINTER;
+    if (p == NULL) return rt_wrong(RT_BAD_POINTER, "p");
+    if (p->num_tensors < 0 || p->num_tensors > RT_MAX_ROWS_TENSORS) return rt_wrong(RT_BAD_SHAPE, "num_tensors");
+    if (p->num_tensors > 0 && !rt_points_to(p->tensors, sizeof(int64_t))) return rt_wrong(RT_BAD_POINTER, "tensors");
     if (pass == RT_ROWS_ADD && dtype != RT_F32 && dtype != RT_F64) return RT_BAD_DTYPE;
     rt_bytes arrays[2 * RT_MAX_ROWS_TENSORS]; // first those that are written
     for (int64_t i = 0; i < p->num_tensors; i++) {
         const rt_rows_tensor *const x = &p->tensors[i];
-        int64_t tensor_bytes;
+        int64_t tensor_bytes = 0;
         rt_bytes of_tensor[2];
         const rt_status status = check_tensor(x, p, pass != RT_ROWS_PACK, &tensor_bytes, of_tensor);
         if (status != RT_OK) return status;
@@ -180,13 +181,14 @@ rt_status rt_rows_check(const rt_rows_params *p, rt_rows_pass pass, rt_dtype dty
             const int64_t width = dtype == RT_F64 ? 8 : 4;
             if (x->element_bytes != width) return RT_BAD_DTYPE;
             if (tensor_bytes > 0 && (!rt_points_to(x->global, width) || !rt_points_to(x->local, width)))
-                return RT_BAD_POINTER;
+                return rt_wrong(RT_BAD_POINTER, "global or local");
         }
-        arrays[i] = of_tensor[pass == RT_ROWS_PACK], arrays[p->num_tensors + i] = of_tensor[pass != RT_ROWS_PACK];
+        arrays[i] = of_tensor[pass == RT_ROWS_PACK];
+        arrays[p->num_tensors + i] = of_tensor[pass != RT_ROWS_PACK];
         *num_bytes += tensor_bytes;
-        if (*num_bytes > RT_MAX_BYTES) return RT_TOO_LARGE;
+        if (*num_bytes > RT_MAX_BYTES) return rt_wrong(RT_TOO_LARGE, "tensors");
     }
-    return rt_outputs_share_memory(arrays, p->num_tensors, 2 * p->num_tensors) ? RT_SHARED_MEMORY : RT_OK;
+    return rt_outputs_share_memory(arrays, p->num_tensors, 2 * p->num_tensors);
 }
 
 static rt_status copy_rows(const rt_rows_params *p, rt_rows_pass pass, rt_dtype dtype, rt_parallel parallel) {

@@ -3,8 +3,8 @@
 #include "../arrays.h"
 
 static rt_status check_list(const rt_run *runs, int64_t num_runs) {
-    if (num_runs < 0) return RT_BAD_SHAPE;
-    return num_runs > 0 && !rt_points_to(runs, sizeof(int64_t)) ? RT_BAD_POINTER : RT_OK;
+    if (num_runs < 0) return rt_wrong(RT_BAD_SHAPE, "num_runs");
+    return num_runs > 0 && !rt_points_to(runs, sizeof(int64_t)) ? rt_wrong(RT_BAD_POINTER, "runs") : RT_OK;
 }
 
 // Linear for lists in local order, the usual ones; quadratic otherwise.
@@ -70,7 +70,7 @@ static bool share_positions(const rt_run *runs, int64_t num_runs) {
 rt_status rt_runs_check_tokens(const rt_run *runs, int64_t num_runs, int64_t local_len, int64_t global_len) {
     const rt_status status = check_list(runs, num_runs);
     if (status != RT_OK) return status;
-    if (local_len < 0 || global_len < 0) return RT_BAD_SHAPE;
+    if (local_len < 0 || global_len < 0) return rt_wrong(RT_BAD_SHAPE, "local_len or global_len");
     for (int64_t r = 0; r < num_runs; r++) {
         const rt_run run = runs[r];
         if (run.length < 1 || run.stride < 1) return RT_BAD_RUN;
@@ -154,9 +154,9 @@ static bool fill(const rt_run *runs, rt_layout_place *places, int64_t count, int
 
 rt_status rt_layout_check(const rt_run *runs, const int64_t *run_offsets, int64_t num_ranks, int64_t seq_len,
                           rt_layout_place *places) {
-    if (num_ranks < 1 || seq_len < 0) return RT_BAD_SHAPE;
-    if (!rt_points_to(run_offsets, sizeof(int64_t))) return RT_BAD_POINTER;
-    if (seq_len > 0 && !rt_points_to(places, sizeof(int64_t))) return RT_BAD_POINTER;
+    if (num_ranks < 1 || seq_len < 0) return rt_wrong(RT_BAD_SHAPE, "num_ranks or seq_len");
+    if (!rt_points_to(run_offsets, sizeof(int64_t))) return rt_wrong(RT_BAD_POINTER, "run_offsets");
+    if (seq_len > 0 && !rt_points_to(places, sizeof(int64_t))) return rt_wrong(RT_BAD_POINTER, "places");
     if (run_offsets[0] != 0) return RT_BAD_LAYOUT;
 
     // Pass 1, rank by rank: every run lies inside the sequence, and the runs fill the rank's local tokens.
@@ -196,8 +196,8 @@ rt_status rt_runs_positions(const rt_run *runs, int64_t num_runs, int64_t *posit
     int64_t filled = 0;
     for (int64_t r = 0; r < num_runs; r++) filled += runs[r].length;
     if (filled != local_len) return RT_BAD_RUN;
-    if (local_len > 0 && !rt_points_to(positions, sizeof(*positions))) return RT_BAD_POINTER;
-    if (!rt_array_fits(1, &local_len, NULL, sizeof(*positions))) return RT_TOO_LARGE;
+    if (local_len > 0 && !rt_points_to(positions, sizeof(*positions))) return rt_wrong(RT_BAD_POINTER, "positions");
+    if (!rt_array_fits(1, &local_len, NULL, sizeof(*positions))) return rt_wrong(RT_TOO_LARGE, "local_len");
 
     for (int64_t r = 0; r < num_runs; r++)
         for (int64_t j = 0; j < runs[r].length; j++)

@@ -35,10 +35,12 @@ template <class... Parts> void require(bool holds, const char *op, const Parts &
 }
 
 inline void check(rt_status status, const char *op) {
+    if (status == RT_OK) return;
 #ifdef RINGTILE_CUDA
     require(status != RT_CUDA, op, rt_status_message(status), ": ", rt_cuda_last_error());
 #endif
-    require(status == RT_OK, op, rt_status_message(status));
+    const char *const name = rt_wrong_argument(status, 0), *const other = rt_wrong_argument(status, 1);
+    require(false, op, name, *other ? " and " : "", other, *name ? ": " : "", rt_status_message(status));
 }
 
 // ---- threads -----------------------------------------------------------------------------------

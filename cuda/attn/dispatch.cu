@@ -104,7 +104,7 @@ int64_t rt_cuda_attn_fwd_workspace_bytes(const rt_attn_params *p) {
 rt_status rt_cuda_attn_fwd(const rt_attn_params *given, void *stream) {
     const rt_status status = rt_attn_check_fwd(given);
     if (status != RT_OK) return status;
-    if (!fits_int(*given)) return RT_BAD_SHAPE;
+    if (!fits_int(*given)) return rt_wrong(RT_BAD_SHAPE, "batch, num_queries, num_keys or num_kv_heads");
     if (!has_workspace(*given, forward_workspace_bytes(*given))) return RT_WORKSPACE;
     rt_attn_params p = *given;
     if (const int64_t bytes = bytes_between_launches(p)) {
@@ -124,7 +124,7 @@ int64_t rt_cuda_attn_bwd_workspace_bytes(const rt_attn_params *p) {
 rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream) {
     const rt_status status = rt_attn_check_bwd(p);
     if (status != RT_OK) return status;
-    if (!fits_int(*p)) return RT_BAD_SHAPE;
+    if (!fits_int(*p)) return rt_wrong(RT_BAD_SHAPE, "batch, num_queries, num_keys or num_kv_heads");
     if (!has_workspace(*p, backward_workspace_bytes(*p))) return RT_WORKSPACE;
     if (runs_plain(*p)) return attn_bwd_plain(*p, stream);
     if (p->dtype == RT_BF16) return CHOOSE_DIMS(backward, bf16, *p, stream);

@@ -189,7 +189,7 @@ def with_a_stride(x: Tensor) -> Tensor:
         ("attn_fwd_", "end", lambda x: x.expand(3, N).contiguous(), "end has shape"),
         ("attn_fwd_", "out", lambda x: x.half(), "out has dtype"),
         ("attn_fwd_", "out", lambda x: x[..., :-1], "out has shape"),
-        ("attn_fwd_", "out", lambda x: x[:1, :, :1].expand(x.shape), "must not overlap itself"),
+        ("attn_fwd_", "out", lambda x: x[:1, :, :1].expand(x.shape), "out: an output must not overlap itself"),
         ("attn_fwd_", "lse", lambda x: x.transpose(1, 2), "lse"),
         ("attn_fwd_", "q", lambda x: x[:, :, :3], "num_heads must be a multiple of num_kv_heads"),
         *(
@@ -428,13 +428,20 @@ def test_rows_refuse_what_does_not_fit() -> None:
 def test_rows_of_two_tensors_may_not_meet() -> None:
     """The kernels' own: torch operations would write them one after another."""
     xs, runs, dim, ys = rows_arguments(2, 8, 3)
-    with pytest.raises(RuntimeError, match="must not share memory"):
+    with pytest.raises(RuntimeError, match="rows_pack_: local and local: an output must not share memory"):
         ops.rows_pack_([xs[0], xs[0]], runs, dim, [ys[0], ys[0]])
     with pytest.raises(RuntimeError, match="33 tensors, expected at most 32"):
         ops.rows_pack_([xs[0]] * 33, runs, dim, [ys[0]] * 33)
 
 
 @pytest.mark.in_torch_too
+def test_an_output_that_is_an_input_is_named_with_it() -> None:
+    arguments = attention_arguments()
+    arguments["dk"] = arguments["k"]
+    with pytest.raises(RuntimeError, match="attn_bwd_: dk and k: an output must not share memory with another array"):
+        torch.ops.ringtile.attn_bwd_(*pick(arguments, BACKWARD))
+
+
 def test_glu_and_cross_entropy_refuse_bad_kind_and_label() -> None:
     with pytest.raises(RuntimeError, match="GLU kind"):
         ops.glu_fwd(torch.zeros(2, 3), torch.zeros(2, 3), 99)

@@ -57,12 +57,31 @@ static inline bool is_close(double got, double want, double bound) {
             printf("%s:%d: %s: got %.17g, expected %.17g +- %.3g\n", __FILE__, __LINE__, #got, got_, want_, bound_);   \
     } while (0)
 
+// Whether rt_wrong_argument names a field of params, "q_stride[0]" by "q", if the message of the status names none. A
+// size that makes an array too large, or a position wrong, need not be at fault.
+static inline bool is_named(rt_status status, const char *field) {
+    const char *const name = rt_wrong_argument(status, 0), *const other = rt_wrong_argument(status, 1);
+    if (status == RT_TOO_LARGE || status == RT_BAD_POSITIONS) return *name;
+    if (status != RT_BAD_SHAPE && status != RT_BAD_POINTER && status != RT_BAD_STRIDE && status != RT_BAD_SCALE)
+        if (status != RT_SHARED_MEMORY) return true;
+    return *name && (strstr(field, name) || strstr(name, field) || (*other && strstr(field, other)));
+}
+
+// The last call gave a status, which must name the field.
+#define CHECK_NAMED(status, field)                                                                                     \
+    do {                                                                                                               \
+        if (check_failed(is_named(status, #field)))                                                                    \
+            printf("%s:%d: %s names \"%s\", expected %s\n", __FILE__, __LINE__, #status, rt_wrong_argument(status, 0), \
+                   #field);                                                                                            \
+    } while (0)
+
 // call, of params `bad` that are the good ones but for a field, must give a status.
 #define CHECK_REFUSED(type, good, field, value, call, status)                                                          \
     do {                                                                                                               \
         type bad = good;                                                                                               \
         bad.field = value;                                                                                             \
         CHECK_STATUS(call, status);                                                                                    \
+        CHECK_NAMED(status, field);                                                                                    \
     } while (0)
 
 static inline int check_finish(void) {

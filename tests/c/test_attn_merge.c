@@ -172,6 +172,9 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(lse, NULL, RT_BAD_POINTER);
     REFUSED(rows, (const int64_t *)(const void *)((const char *)twice + 4), RT_BAD_POINTER);
     REFUSED(part, out, RT_SHARED_MEMORY);
+    CHECK(strcmp(rt_wrong_argument(RT_SHARED_MEMORY, 0), "out") == 0);
+    CHECK(strcmp(rt_wrong_argument(RT_SHARED_MEMORY, 1), "part") == 0);
+    CHECK(strcmp(rt_wrong_argument(RT_BAD_POINTER, 0), "") == 0); // another status: the name is not of it
     REFUSED(rounded, part + 1, RT_SHARED_MEMORY);
 #ifndef RINGTILE_TESTS_CORE_ON_EMULATOR_H // a device's numbers are not read before the launch
     REFUSED(rows, twice, RT_BAD_POSITIONS);

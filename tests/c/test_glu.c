@@ -234,6 +234,7 @@ static void test_malformed_params_are_refused(void) {
         bad.field = value;                                                                                             \
         CHECK_STATUS(rt_glu_fwd(&bad, gate, up, prod, no_threads()), status);                                          \
         CHECK_STATUS(rt_glu_bwd(&bad, gate, up, prod, no_threads()), status);                                          \
+        CHECK_NAMED(status, field);                                                                                    \
     } while (0)
     REFUSED(dtype, (rt_dtype)4, RT_BAD_DTYPE);
     REFUSED(kind, (rt_glu_kind)4, RT_BAD_KIND);

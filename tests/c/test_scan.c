@@ -254,6 +254,7 @@ static void test_malformed_params_are_refused(void) {
         bad.field = value;                                                                                             \
         CHECK_STATUS(rt_scan_fwd(&bad, no_threads()), status);                                                         \
         CHECK_STATUS(rt_scan_bwd(&bad, no_threads()), status);                                                         \
+        CHECK_NAMED(status, field);                                                                                    \
         if (status != RT_BAD_SCALE && status != RT_BAD_POINTER && bad.v_stride[1] != INT64_MAX) /* not of an array */  \
             CHECK_INT(rt_scan_fwd_workspace_bytes(&bad, 1), 0);                                                        \
     } while (0)

@@ -345,6 +345,7 @@ static void test_malformed_params_are_refused(void) {
         bad.field = value;                                                                                             \
         CHECK_STATUS(rt_selective_fwd(&bad, no_threads()), status);                                                    \
         CHECK_STATUS(rt_selective_bwd(&bad, no_threads()), status);                                                    \
+        CHECK_NAMED(status, field);                                                                                    \
         if (status != RT_BAD_POINTER && status != RT_TOO_LARGE) /* not of an array */                                  \
             CHECK_INT(rt_selective_fwd_workspace_bytes(&bad, 1), 0);                                                   \
     } while (0)
