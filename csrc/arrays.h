@@ -37,8 +37,10 @@ static inline int64_t rt_round_up_64(int64_t bytes) { return (bytes + 63) / 64 *
 //   sizes (num) bytes;  parts (num), where each begins, written unless workspace is NULL
 static inline int64_t rt_lay_out(void *workspace, int num, const int64_t *sizes, void **parts) {
     int64_t num_bytes = 0;
-    for (int i = 0; i < num; num_bytes += rt_round_up_64(sizes[i++]))
+    for (int i = 0; i < num; i++) {
         if (workspace != NULL) parts[i] = (char *)workspace + num_bytes;
+        num_bytes += rt_round_up_64(sizes[i]);
+    }
     return num_bytes;
 }
 

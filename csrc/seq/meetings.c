@@ -53,8 +53,11 @@ static int64_t tree_sum(const int32_t *tree, int64_t num_places) {
 static int64_t tree_find(const int32_t *tree, int64_t n, int64_t sum) {
     int64_t at = 0, step = 1;
     while (step <= n / 2) step *= 2;
-    for (; step > 0; step /= 2)
-        if (at + step <= n && tree[at + step] <= sum) at += step, sum -= tree[at];
+    for (; step > 0; step /= 2) {
+        if (at + step > n || tree[at + step] > sum) continue;
+        at += step;
+        sum -= tree[at];
+    }
     return at;
 }
 
