@@ -13,31 +13,23 @@ static inline void load_chunk(rt_dtype dtype, const void *array, int64_t first, 
     for (int64_t i = num_elements; i % LANES != 0; i++) to[i] = 0;
     const uint16_t *bf16 = array;
     const half *f16 = array;
-    switch (dtype) {
-    case RT_BF16:
+    if (dtype == RT_BF16)
         for (int64_t i = 0; i < num_elements; i++) to[i] = bf16_to_f32(bf16[first + i]);
-        break;
-    case RT_F16:
+    else if (dtype == RT_F16)
         for (int64_t i = 0; i < num_elements; i++) to[i] = (real)f16[first + i];
-        break;
-    default:
+    else
         memcpy(to, (const real *)array + first, (size_t)num_elements * sizeof(real));
-    }
 }
 
 static inline void store_chunk(rt_dtype dtype, void *array, int64_t first, int64_t num_elements, const real *from) {
     uint16_t *bf16 = array;
     half *f16 = array;
-    switch (dtype) {
-    case RT_BF16:
+    if (dtype == RT_BF16)
         for (int64_t i = 0; i < num_elements; i++) bf16[first + i] = f32_to_bf16((float)from[i]);
-        break;
-    case RT_F16:
+    else if (dtype == RT_F16)
         for (int64_t i = 0; i < num_elements; i++) f16[first + i] = (half)from[i];
-        break;
-    default:
+    else
         memcpy((real *)array + first, from, (size_t)num_elements * sizeof(real));
-    }
 }
 
 #endif // RINGTILE_CHUNK_H

@@ -139,15 +139,6 @@ static void pair_gradients(int64_t n, const real *weights, real *dscores, real *
     pair_keys(n, dscores);
 }
 
-// In tiles, dq of a span: dq += dS k.
-static void add_queries_in_tiles(const rt_attn_params *p, const panel_part *part, const attn_span *at,
-                                 backward_scratch *s) {
-    const int64_t d = round_up(p->head_dim, LANES);
-    gemm_add_tiles(d, round_up(at->num_rows, LANES), (at->num_keys + 1) / 2,
-                   rows_of(part->k_columns + at->key / 2, TILE_KEYS / 2), s->dscores + at->key / 2 * PANEL + at->row,
-                   s->dq + part->panel * PANEL * d + at->row, PANEL);
-}
-
 // In tiles, dv and dk of a tile of n keys, once for all panels in a row that have pairs of a block of keys: each
 // product loads and stores its sums, which costs as much as two of its steps. panels: by block a bit for each such
 // panel.
@@ -178,11 +169,9 @@ static bool backward_panel(const rt_attn_params *p, const query_tile *queries, c
     attn_span spans[MAX_SPANS];
     const int64_t num_spans = find_spans(&s->ranges, queries, panel, begin, end, span_block(kind), spans);
     for (int64_t i = 0; i < num_spans; i++) {
-        const attn_span at = spans[i];
-        score_span(p, &at, part->k_words, s->q_panels + rows * d_words, s->weights); // S^T
-        gemm_inputs(kind, at.num_keys, round_up(at.num_rows, LANES), num_words(kind, p->v_head_dim),
-                    rows_of(part->v_words + at.key * dv_words, dv_words), s->dout_panels + rows * dv_words + at.row,
-                    s->dscores + at.key * PANEL + at.row); // dP^T
+        const real *q = s->q_panels + rows * d_words, *dout = s->dout_panels + rows * dv_words;
+        gemm_inputs(span_product(p, &spans[i], p->head_dim, part->k_words, q, s->weights));      // S^T
+        gemm_inputs(span_product(p, &spans[i], p->v_head_dim, part->v_words, dout, s->dscores)); // dP^T
     }
     const real factor = cap_scores(p, n, s->weights);
     if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
@@ -209,7 +198,11 @@ static bool backward_panel(const rt_attn_params *p, const query_tile *queries, c
     }
     if (kind == TILE_PAIRS) {
         pair_gradients(n, s->weights, s->dscores, part->row_pairs);
-        for (int64_t i = 0; i < num_spans; i++) add_queries_in_tiles(p, part, &spans[i], s);
+        for (const attn_span *at = spans; at < spans + num_spans; at++) // dq += dS k
+            gemm_add_tiles(round_up(p->head_dim, LANES), round_up(at->num_rows, LANES), (at->num_keys + 1) / 2,
+                           rows_of(part->k_columns + at->key / 2, TILE_KEYS / 2),
+                           s->dscores + at->key / 2 * PANEL + at->row,
+                           s->dq + rows * round_up(p->head_dim, LANES) + at->row, PANEL);
         return true;
     }
     for (int64_t i = 0; i < num_spans; i++) add_span_gradients(p, part, &spans[i], s);

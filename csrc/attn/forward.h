@@ -14,9 +14,9 @@ typedef struct forward_scratch {
     real *q_panels; // (TILE_PANELS, D, PANEL) scaled; pairs are (TILE_PANELS, D / 2, PANEL) and not scaled
     real *out; // (TILE_ROWS, Dv padded): sum of weights times values, relative to max; in panels of columns for tiles
     shared_keys shared;
-    key_block own; // where a task packs for itself
-    real *weights; // (TILE_KEYS, PANEL): scores, then exp(scores - max)
-    real *factors; // (TILE_KEYS, PANEL) of dropout, if there is any
+    key_block own;    // where a task packs for itself
+    real *weights[2]; // (TILE_KEYS, PANEL), of this panel and the next: scores, then exp(scores - max)
+    real *factors;    // (TILE_KEYS, PANEL) of dropout, if there is any
 } forward_scratch;
 
 // Lays the scratch out in a workspace, in which it comes first, or with NULL only counts; returns the bytes.
@@ -26,7 +26,8 @@ static int64_t forward_lay_out(const rt_attn_params *p, char *workspace, forward
     s->q_panels = take(at, TILE_ROWS * d);
     s->out = take(at, TILE_ROWS * dv);
     take_block(p, false, false, at, &s->own);
-    s->weights = take(at, TILE_KEYS * PANEL);
+    s->weights[0] = take(at, TILE_KEYS * PANEL);
+    s->weights[1] = input_kind(p) == TILE_PAIRS ? take(at, TILE_KEYS * PANEL) : s->weights[0];
     s->factors = take(at, num_factors(p));
     return space.num_bytes;
 }
@@ -36,61 +37,82 @@ static int64_t forward_scratch_bytes(const rt_attn_params *p) {
     return forward_lay_out(p, NULL, &s);
 }
 
-// weights (n, PANEL) = exp(factor * scores - reference) of n keys, and their sums over the keys are added to sum
-// (PANEL). in_pairs: weights (n / 2, PANEL) are pairs of keys, rounded to bf16; n is even.
-ALWAYS_INLINE void exponentiate(int64_t n, real factor, const vec *reference, bool in_pairs, const real *scores,
-                                real *weights, real *sum) {
-    vec total[PANEL_VECS] = {{0}};
-    for (int64_t k = 0; k < n; k += in_pairs ? 2 : 1, weights += PANEL)
-#pragma GCC unroll 4
-        for (int j = 0; j < PANEL_VECS; j++) {
-            const real *at = scores + k * PANEL + j * LANES;
-            vec weight = weight_exp(vec_load(at) * factor - reference[j]);
-            total[j] += weight;
-            if (in_pairs) {
-                const vec odd = weight_exp(vec_load(at + PANEL) * factor - reference[j]);
-                total[j] += odd;
-                weight = pair_lanes(weight, odd);
-            }
-            vec_store(weights + j * LANES, weight);
-        }
-#pragma GCC unroll 4
-    for (int j = 0; j < PANEL_VECS; j++) vec_store(sum + j * LANES, vec_load(sum + j * LANES) + total[j]);
-}
+// Scores (keys, PANEL) that become weights, exp(factor * score - reference).
+typedef struct softmax_work {
+    real factor, *weights, *sum;                 // the weights of all keys are added to sum (PANEL)
+    vec reference[PANEL_VECS], part[PANEL_VECS]; // part: of sum, of up to SUM_LEN keys
+} softmax_work;
 
-// One online-softmax step of a panel: weights (n keys, PANEL) holds scores, and becomes exp(factor * score - new max).
-// Updates the running max and sum; the caller multiplies out by rescale. in_pairs: the weights become pairs of keys,
-// and those beyond n, up to a whole block, 0.
-static void softmax_step(real *weights, int64_t n, real factor, bool in_pairs, real *max, real *sum, real *rescale) {
-    vec top[PANEL_VECS], reference[PANEL_VECS];
+// The online softmax of a panel goes on to n keys: updates the running max, and the sum to it; the caller multiplies
+// out by rescale.
+static void move_reference(int64_t n, real *max, real *rescale, softmax_work *w) {
+    vec top[PANEL_VECS];
 #pragma GCC unroll 4
     for (int j = 0; j < PANEL_VECS; j++) top[j] = vec_set(-(real)INFINITY);
     for (int64_t k = 0; k < n; k++)
 #pragma GCC unroll 4
-        for (int j = 0; j < PANEL_VECS; j++) top[j] = vec_max(top[j], vec_load(weights + k * PANEL + j * LANES));
+        for (int j = 0; j < PANEL_VECS; j++) top[j] = vec_max(top[j], vec_load(w->weights + k * PANEL + j * LANES));
 #pragma GCC unroll 4
     for (int j = 0; j < PANEL_VECS; j++) {
-        top[j] = vec_max(vec_load(max + j * LANES), top[j] * factor);
+        top[j] = vec_max(vec_load(max + j * LANES), top[j] * w->factor);
         // A row without a key so far, or with scores of -inf only: any finite reference makes its weights 0.
-        reference[j] = vec_select(top[j] == -(real)INFINITY, vec_set(0), top[j]);
-        const vec shrink = weight_exp(vec_load(max + j * LANES) - reference[j]);
+        w->reference[j] = vec_select(top[j] == -(real)INFINITY, vec_set(0), top[j]);
+        const vec shrink = weight_exp(vec_load(max + j * LANES) - w->reference[j]);
         vec_store(max + j * LANES, top[j]);
-        vec_store(sum + j * LANES, vec_load(sum + j * LANES) * shrink);
+        vec_store(w->sum + j * LANES, vec_load(w->sum + j * LANES) * shrink);
         vec_store(rescale + j * LANES, shrink);
     }
+}
+
+ALWAYS_INLINE void add_part(softmax_work *w) {
+#pragma GCC unroll 4
+    for (int j = 0; j < PANEL_VECS; j++) {
+        vec_store(w->sum + j * LANES, vec_load(w->sum + j * LANES) + w->part[j]);
+        w->part[j] = vec_set(0);
+    }
+}
+
+// Of keys [first, last); in_pairs: of so many pairs of keys, whose weights become pairs (keys / 2, PANEL) of bf16.
+ALWAYS_INLINE void exponentiate(softmax_work *w, int64_t first, int64_t last, bool in_pairs) {
+    for (int64_t i = first; i < last; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < PANEL_VECS; j++) {
+            const real *at = w->weights + (in_pairs ? 2 * i : i) * PANEL + j * LANES;
+            vec weight = weight_exp(vec_load(at) * w->factor - w->reference[j]);
+            w->part[j] += weight;
+            if (in_pairs) {
+                const vec odd = weight_exp(vec_load(at + PANEL) * w->factor - w->reference[j]);
+                w->part[j] += odd;
+                weight = pair_lanes(weight, odd);
+            }
+            vec_store(w->weights + i * PANEL + j * LANES, weight);
+        }
+}
+
+ALWAYS_INLINE void exponentiate_pairs(void *ctx, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; i++) {
+        exponentiate(ctx, i, i + 1, true);
+        if ((i + 1) % (SUM_LEN / 2) == 0) add_part(ctx);
+    }
+}
+
+// Exponentiates the scores of n keys. in_pairs: as pairs, while tiles multiply the products, which are of other arrays;
+// weights beyond n, up to a whole block, become 0.
+static void softmax_step(softmax_work w, int64_t n, bool in_pairs, const product *products, int64_t num_products) {
     if (!in_pairs) {
-        for (int64_t k = 0; k < n; k += SUM_LEN)
-            exponentiate(min64(n - k, SUM_LEN), factor, reference, false, weights + k * PANEL, weights + k * PANEL,
-                         sum);
+        for (int64_t k = 0; k < n; k += SUM_LEN) {
+            exponentiate(&w, k, min64(k + SUM_LEN, n), false);
+            add_part(&w);
+        }
+        gemm_tiles(products, num_products);
         return;
     }
     for (int64_t j = 0; j < PANEL && n % 2 != 0; j += LANES)
-        vec_store(weights + n * PANEL + j, vec_set(-(real)INFINITY));
-    const int64_t even = round_up(n, 2);
-    for (int64_t k = 0; k < even; k += SUM_LEN)
-        exponentiate(min64(even - k, SUM_LEN), factor, reference, true, weights + k * PANEL, weights + k / 2 * PANEL,
-                     sum);
-    memset(weights + even / 2 * PANEL, 0, (size_t)((round_up(n, TILE_DEPTH) - even) / 2 * PANEL) * sizeof(real));
+        vec_store(w.weights + n * PANEL + j, vec_set(-(real)INFINITY));
+    const int64_t num_pairs = (n + 1) / 2, padded = round_up(n, TILE_DEPTH) / 2;
+    gemm_tiles_while(products, num_products, exponentiate_pairs, &w, num_pairs);
+    add_part(&w);
+    memset(w.weights + num_pairs * PANEL, 0, (size_t)((padded - num_pairs) * PANEL) * sizeof(real));
 }
 
 static void scale_rows(const real *factors, int64_t num_rows, int64_t width, real *rows) {
@@ -131,41 +153,58 @@ static void add_attended_values(const key_ranges *ranges, int64_t panel, int64_t
     }
 }
 
-// out (Dv, PANEL) += v^T weights, of pairs of keys.
-static void add_values_in_tiles(const attn_span *at, int64_t dv, const real *v_columns, const real *weights,
-                                real *out) {
-    gemm_add_tiles(dv, round_up(at->num_rows, LANES), (at->num_keys + 1) / 2,
-                   rows_of(v_columns + at->key / 2, TILE_KEYS / 2), weights + at->key / 2 * PANEL + at->row,
-                   out + at->row, PANEL);
+// A panel of queries against a block of keys, of which it attends keys [begin, end) of the run.
+typedef struct panel_step {
+    int64_t panel, begin, end, num_spans;
+    attn_span spans[MAX_SPANS];
+} panel_step;
+
+// The products of the panel's scores with the block, whose first key is tile_begin; returns how many.
+static int64_t score_products(const rt_attn_params *p, const panel_step *at, const key_block *block, int64_t tile_begin,
+                              const forward_scratch *s, real *weights, product *products) {
+    const int64_t d = row_words(input_kind(p), p->head_dim);
+    const real *k = block->k_words + (at->begin - tile_begin) * d, *q = s->q_panels + at->panel * PANEL * d;
+    for (int64_t i = 0; i < at->num_spans; i++)
+        products[i] = span_product(p, &at->spans[i], p->head_dim, k, q, weights);
+    return at->num_spans;
 }
 
 // The query tile against the block of keys [tile_begin, tile_end) of the run.
 static void forward_tile(const rt_attn_params *p, const query_tile *queries, const run_blocks *blocks,
                          int64_t tile_begin, int64_t tile_end, forward_scratch *s) {
     const word_kind kind = input_kind(p);
-    const int64_t d = row_words(kind, p->head_dim), dv = round_up(p->v_head_dim, LANES);
-    key_block block = {0};
-    bool packed = false;
+    const int64_t dv = round_up(p->v_head_dim, LANES);
+    panel_step steps[TILE_PANELS];
+    int64_t num_steps = 0;
     for (int64_t panel = 0; panel < queries->num_panels; panel++) {
-        int64_t begin, end;
-        if (!panel_keys(&s->ranges, panel, tile_begin, tile_end, panel_block(kind), &begin, &end)) continue;
-        if (!packed) block = find_block(p, false, queries, &s->shared, blocks, tile_begin, tile_end, &s->own);
-        packed = true;
-        const bool full = panel_is_full(&s->ranges, panel, begin, end), v_finite = block.finite;
-        const real *k = block.k_words + (begin - tile_begin) * d;
-        real *v = block.numbers + (begin - tile_begin) * dv;
-        real *out = s->out + panel * PANEL * dv;
-        const int64_t n = end - begin, rows = panel * PANEL;
-        attn_span spans[MAX_SPANS];
-        const int64_t num_spans = find_spans(&s->ranges, queries, panel, begin, end, span_block(kind), spans);
-        for (int64_t i = 0; i < num_spans; i++) score_span(p, &spans[i], k, s->q_panels + rows * d, s->weights);
-        const real factor = cap_scores(p, n, s->weights);
-        if (!full) mask_panel(&s->ranges, panel, begin, end, -(real)INFINITY, s->weights);
+        panel_step *at = &steps[num_steps];
+        if (!panel_keys(&s->ranges, panel, tile_begin, tile_end, panel_block(kind), &at->begin, &at->end)) continue;
+        at->panel = panel, num_steps++;
+        at->num_spans = find_spans(&s->ranges, queries, panel, at->begin, at->end, span_block(kind), at->spans);
+    }
+    if (num_steps == 0) return;
+    const key_block block = find_block(p, false, queries, &s->shared, blocks, tile_begin, tile_end, &s->own);
+    for (int64_t i = 0; i < num_steps; i++) {
+        const panel_step *at = &steps[i];
+        const int64_t begin = at->begin, end = at->end, n = end - begin, rows = at->panel * PANEL;
+        const bool full = panel_is_full(&s->ranges, at->panel, begin, end), v_finite = block.finite;
+        real *v = block.numbers + (begin - tile_begin) * dv, *out = s->out + rows * dv, *weights = s->weights[i % 2];
+        product scores[MAX_SPANS];
+        int64_t num_scores = 0;
+        if (kind != TILE_PAIRS || i == 0) num_scores = score_products(p, at, &block, tile_begin, s, weights, scores);
+        for (int64_t j = 0; j < num_scores; j++) gemm_inputs(scores[j]);
+        num_scores = 0;
+        if (kind == TILE_PAIRS && i + 1 < num_steps) // those of the next panel, while vectors exponentiate these
+            num_scores = score_products(p, at + 1, &block, tile_begin, s, s->weights[(i + 1) % 2], scores);
+        const real factor = cap_scores(p, n, weights);
+        if (!full) mask_panel(&s->ranges, at->panel, begin, end, -(real)INFINITY, weights);
         const bool in_pairs = kind == TILE_PAIRS && !drops(p) && (full || v_finite);
-        softmax_step(s->weights, n, factor, in_pairs, s->max + rows, s->sum + rows, s->rescale + rows);
+        softmax_work work = {.factor = factor, .weights = weights, .sum = s->sum + rows};
+        move_reference(n, s->max + rows, s->rescale + rows, &work);
+        softmax_step(work, n, in_pairs, scores, num_scores);
         if (drops(p)) { // the sums are those of all keys
-            dropout_panel(p, &s->dropout, blocks->run, panel, begin, end, s->factors);
-            multiply_panel(n, s->factors, s->weights);
+            dropout_panel(p, &s->dropout, blocks->run, at->panel, begin, end, s->factors);
+            multiply_panel(n, s->factors, weights);
         }
         if (kind == TILE_PAIRS)
             scale_columns(s->rescale + rows, dv, out);
@@ -173,20 +212,19 @@ static void forward_tile(const rt_attn_params *p, const query_tile *queries, con
             scale_rows(s->rescale + rows, PANEL, dv, out);
         if (!full && !v_finite) {
             if (kind == TILE_PAIRS) unpack_numbers(p, false, queries, blocks, begin, end, v);
-            add_attended_values(&s->ranges, panel, begin, end, s->weights, v, dv, out, kind == TILE_PAIRS ? 1 : dv,
+            add_attended_values(&s->ranges, at->panel, begin, end, weights, v, dv, out, kind == TILE_PAIRS ? 1 : dv,
                                 kind == TILE_PAIRS ? PANEL : 1);
             continue;
         }
-        if (kind == TILE_PAIRS) {
-            if (!in_pairs) pair_keys(n, s->weights);
-            for (int64_t i = 0; i < num_spans; i++)
-                add_values_in_tiles(&spans[i], dv, block.columns + (begin - tile_begin) / 2, s->weights, out);
-            continue;
-        }
-        for (int64_t i = 0; i < num_spans; i++) { // out += weights v
-            const attn_span at = spans[i];
-            gemm(at.num_rows, dv, at.num_keys, transposed(s->weights + at.key * PANEL + at.row, PANEL), v + at.key * dv,
-                 out + at.row * dv, dv, true);
+        if (kind == TILE_PAIRS && !in_pairs) pair_keys(n, weights);
+        for (const attn_span *span = at->spans; span < at->spans + at->num_spans; span++) { // out += weights v
+            if (kind == TILE_PAIRS)
+                gemm_add_tiles(dv, round_up(span->num_rows, LANES), (span->num_keys + 1) / 2,
+                               rows_of(block.columns + (begin - tile_begin + span->key) / 2, TILE_KEYS / 2),
+                               weights + span->key / 2 * PANEL + span->row, out + span->row, PANEL);
+            else
+                gemm(span->num_rows, dv, span->num_keys, transposed(weights + span->key * PANEL + span->row, PANEL),
+                     v + span->key * dv, out + span->row * dv, dv, true);
         }
     }
 }

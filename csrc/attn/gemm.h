@@ -93,26 +93,12 @@ ALWAYS_INLINE void gemm_tile(product p, int rows, int vecs) {
 
 // Turns the number of rows into a constant, so that the loops of the tile unroll.
 ALWAYS_INLINE void gemm_rows(product p, int rows, int vecs) {
-    switch (rows) {
-    case 1:
-        gemm_tile(p, 1, vecs);
-        break;
-    case 2:
-        gemm_tile(p, 2, vecs);
-        break;
-    case 3:
-        gemm_tile(p, 3, vecs);
-        break;
-    case 4:
-        gemm_tile(p, 4, vecs);
-        break;
-    case 5:
-        gemm_tile(p, 5, vecs);
-        break;
-    default:
-        gemm_tile(p, 6, vecs);
-        break;
-    }
+    if (rows == 1) gemm_tile(p, 1, vecs);
+    if (rows == 2) gemm_tile(p, 2, vecs);
+    if (rows == 3) gemm_tile(p, 3, vecs);
+    if (rows == 4) gemm_tile(p, 4, vecs);
+    if (rows == 5) gemm_tile(p, 5, vecs);
+    if (rows == 6) gemm_tile(p, 6, vecs);
 }
 
 // The product, each element in one running sum.
@@ -125,22 +111,12 @@ ALWAYS_INLINE void gemm_sums(product p) {
             tile.a = p.a + i * p.a_row;
             tile.b = p.b + j;
             tile.c = p.c + i * p.row + j;
-            switch (vecs) {
-            case 1:
-                gemm_rows(tile, rows, 1);
-                break;
+            if (vecs == 1) gemm_rows(tile, rows, 1);
 #if RT_PANEL_VECS > 2
-            case 2:
-                gemm_rows(tile, rows, 2);
-                break;
-            case 3:
-                gemm_rows(tile, rows, 3);
-                break;
+            if (vecs == 2) gemm_rows(tile, rows, 2);
+            if (vecs == 3) gemm_rows(tile, rows, 3);
 #endif
-            default:
-                gemm_rows(tile, rows, PANEL_VECS);
-                break;
-            }
+            if (vecs == PANEL_VECS) gemm_rows(tile, rows, PANEL_VECS);
         }
     }
 }
@@ -164,10 +140,19 @@ static void gemm(int64_t m, int64_t n, int64_t depth, matrix a, const real *b, r
     gemm_words((product){REALS, m, n, depth, a.at, a.row, a.col, b, c, row, add});
 }
 
+// Work in vectors, which a thread does while its tiles multiply: does items [first, last) of it.
+typedef void (*vector_work)(void *ctx, int64_t first, int64_t last);
+
+// What is left of it, and the steps of tiles over which it is spread.
+typedef struct work_left {
+    int64_t first, last, num_steps;
+} work_left;
+
 #ifdef RT_TILES
 
-// Up to two by two tiles of c, which four tiles of a and b serve at each step.
-static void gemm_square(const product *p, const real *a, const real *b, real *c, bool two_rows, bool two_cols) {
+// Up to two by two tiles of c, which four tiles of a and b serve at each step. After each, items of work.
+ALWAYS_INLINE void gemm_square(const product *p, const real *a, const real *b, real *c, bool two_rows, bool two_cols,
+                               vector_work work, void *ctx, work_left *left) {
     const int64_t a_bytes = p->a_row * (int64_t)sizeof(real), bytes = p->row * (int64_t)sizeof(real);
     const real *lower_a = a + TILE_SIDE * p->a_row;
     real *lower_c = c + TILE_SIDE * p->row;
@@ -195,6 +180,10 @@ static void gemm_square(const product *p, const real *a, const real *b, real *c,
             tile_dot_bf16(2, 5, 6);
             if (two_cols) tile_dot_bf16(3, 5, 7);
         }
+        if (work == NULL) continue;
+        const int64_t first = left->first;
+        left->first += (left->last - first) / left->num_steps--;
+        work(ctx, first, left->first);
     }
     tile_store(0, c, bytes);
     if (two_cols) tile_store(1, c + TILE_SIDE, bytes);
@@ -204,34 +193,47 @@ static void gemm_square(const product *p, const real *a, const real *b, real *c,
 
 #endif
 
-// A product of pairs in tiles, each element in one running sum. It computes whole tiles: rows of c up to a multiple of
-// TILE_SIDE are written, and a or b is zero in the words up to one along the depth, where the other is finite.
-static void gemm_tiles(product p) {
+static inline int64_t squares_of(int64_t n) { return (n + 2 * TILE_SIDE - 1) / (2 * TILE_SIDE); }
+
+// Products of pairs in tiles, each element in one running sum, and between their steps num_items of work: the processor
+// does both at once. A product computes whole tiles: rows of c up to a multiple of TILE_SIDE are written, and a or b is
+// zero in the words up to one along the depth, where the other is finite.
+ALWAYS_INLINE void gemm_tiles_while(const product *products, int64_t num_products, vector_work work, void *ctx,
+                                    int64_t num_items) {
+    work_left left = {0, num_items, 0};
 #ifdef RT_TILES
+    for (const product *p = products; p < products + num_products; p++)
+        left.num_steps += squares_of(p->m) * squares_of(p->n) * ((p->depth + TILE_SIDE - 1) / TILE_SIDE);
     tile_fence();
-    for (int64_t i = 0; i < p.m; i += 2 * TILE_SIDE)
-        for (int64_t j = 0; j < p.n; j += 2 * TILE_SIDE)
-            gemm_square(&p, p.a + i * p.a_row, p.b + j, p.c + i * p.row + j, p.m - i > TILE_SIDE, p.n - j > TILE_SIDE);
+    for (const product *p = products; p < products + num_products; p++)
+        for (int64_t i = 0; i < p->m; i += 2 * TILE_SIDE)
+            for (int64_t j = 0; j < p->n; j += 2 * TILE_SIDE)
+                gemm_square(p, p->a + i * p->a_row, p->b + j, p->c + i * p->row + j, p->m - i > TILE_SIDE,
+                            p->n - j > TILE_SIDE, work, ctx, &left);
 #else
-    (void)p;
+    (void)products, (void)num_products;
 #endif
+    if (work != NULL) work(ctx, left.first, num_items);
+}
+
+static void gemm_tiles(const product *products, int64_t num_products) {
+    gemm_tiles_while(products, num_products, NULL, NULL, 0);
 }
 
 // c += a b of pairs in tiles.
 static void gemm_add_tiles(int64_t m, int64_t n, int64_t depth, matrix a, const real *b, real *c, int64_t row) {
-    gemm_tiles((product){TILE_PAIRS, m, n, depth, a.at, a.row, a.col, b, c, row, true});
+    gemm_tiles(&(product){TILE_PAIRS, m, n, depth, a.at, a.row, a.col, b, c, row, true}, 1);
 }
 
 // A product of packed inputs into panels: b and c are (rows, PANEL).
-static void gemm_inputs(word_kind kind, int64_t m, int64_t n, int64_t depth, matrix a, const real *b, real *c) {
-    const product p = {kind, m, n, depth, a.at, a.row, a.col, b, c, PANEL, false};
-    if (kind == TILE_PAIRS) gemm_tiles(p);
+static void gemm_inputs(product p) {
+    if (p.kind == TILE_PAIRS) gemm_tiles(&p, 1);
 #ifdef RT_BF16_PAIRS
-    else if (kind == BF16_PAIRS)
+    else if (p.kind == BF16_PAIRS)
         gemm_words(p);
 #endif
     else
-        gemm(m, n, depth, a, b, c, PANEL, false);
+        gemm(p.m, p.n, p.depth, (matrix){p.a, p.a_row, p.a_col}, p.b, p.c, p.row, p.add);
 }
 
 #endif // RINGTILE_ATTN_GEMM_H

@@ -23,12 +23,22 @@ static void pair_keys(int64_t n, real *weights) {
 // What the scores of a panel have yet to be multiplied by. Packed numbers of q include the scale, pairs only its sign.
 static inline real score_factor(const rt_attn_params *p) { return input_kind(p) == REALS ? 1 : (real)fabs(p->scale); }
 
-// scores (keys, PANEL) = k q^T, within a span of a packed panel.
-static void score_span(const rt_attn_params *p, const attn_span *at, const real *k, const real *q, real *scores) {
+// c (keys, PANEL) = k q^T of rows of dim numbers, within a span of a packed panel.
+static product span_product(const rt_attn_params *p, const attn_span *at, int64_t dim, const real *k, const real *q,
+                            real *c) {
     const word_kind kind = input_kind(p);
-    const int64_t k_row = row_words(kind, p->head_dim);
-    gemm_inputs(kind, at->num_keys, round_up(at->num_rows, LANES), num_words(kind, p->head_dim),
-                rows_of(k + at->key * k_row, k_row), q + at->row, scores + at->key * PANEL + at->row);
+    const int64_t words = row_words(kind, dim);
+    return (product){kind,
+                     at->num_keys,
+                     round_up(at->num_rows, LANES),
+                     num_words(kind, dim),
+                     k + at->key * words,
+                     words,
+                     1,
+                     q + at->row,
+                     c + at->key * PANEL + at->row,
+                     PANEL,
+                     false};
 }
 
 // Applies the softcap to n keys of a panel: softcap * tanh(factor * scores / softcap). Returns what the scores have yet

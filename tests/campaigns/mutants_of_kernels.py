@@ -9,15 +9,15 @@ MUTANTS = [
     Mutant(
         "attention: running sum not rescaled",
         "csrc/attn/forward.h",
-        "vec_store(sum + j * LANES, vec_load(sum + j * LANES) * shrink);",
-        "vec_store(sum + j * LANES, vec_load(sum + j * LANES));",
+        "vec_store(w->sum + j * LANES, vec_load(w->sum + j * LANES) * shrink);",
+        "vec_store(w->sum + j * LANES, vec_load(w->sum + j * LANES));",
         "c test_attn",
     ),
     Mutant(
         "attention in tiles: the last of an odd number of keys left out",
         "csrc/attn/forward.h",
-        "gemm_add_tiles(dv, round_up(at->num_rows, LANES), (at->num_keys + 1) / 2,",
-        "gemm_add_tiles(dv, round_up(at->num_rows, LANES), at->num_keys / 2,",
+        "gemm_add_tiles(dv, round_up(span->num_rows, LANES), (span->num_keys + 1) / 2,",
+        "gemm_add_tiles(dv, round_up(span->num_rows, LANES), span->num_keys / 2,",
         "c test_attn_bf16",
     ),
     Mutant(
