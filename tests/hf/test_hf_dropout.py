@@ -137,6 +137,8 @@ CELLS = table(
 @pytest.mark.parametrize("cell", params(CELLS))
 def test_attention_drops_by_the_definition(cell):
     check(__name__, cell)
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop("oracle", None)
 
 
 # ---- NEFTune ------------------------------------------------------------------------------------

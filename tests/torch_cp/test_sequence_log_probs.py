@@ -300,7 +300,9 @@ def zero3_is_exact() -> float:
     """The largest error of a gradient, in units of the largest of its weight's in float64."""
     import deepspeed
     import hf_engines
+    import hf_training
 
+    hf_training.enter_world()
     rows, model = Rows(ids(3, 29), PADDED, scattered()), tiny_model("llama").train()
     in_float64 = copy.deepcopy(model).double()
     loss = loss_of(*one_process(in_float64, rows))
