@@ -28,7 +28,7 @@ def parts() -> list[list[str]]:
     trainings = sorted(TESTS.glob("hf/test_*.py"))
     middle = len(trainings) // 2
     hf = [*trainings[:middle], TESTS / "torch_cp"]
-    of_layers = ("cli", "recurrent", "sequence", "transport")
+    of_layers = ("cli", "sequence", "transport")
     layers = [*trainings[middle:], *(TESTS / name for name in of_layers)]
     others = {path.parent for path in TESTS.rglob("test_*.py")} - {TESTS / "hf", *hf, *layers}
     return [[str(path) for path in part] for part in (hf, layers, sorted(others))]

@@ -45,8 +45,8 @@ def _trained(engine, alone, config):
     model = tiny_model().train()
     model.model.layers[1].mlp = Failing(model.model.layers[1].mlp, alone)
     with pytest.MonkeyPatch.context() as patch, engine_arguments(engine) as arguments, Messages() as said:
-        patch.setattr(first_batch, "_TOKENS", 1)
-        patch.setattr(first_batch, "_ROW", 32)
+        for name, value in {"_TOKENS": 1, "_ROW": 32, "_ALIKE_SECONDS": 2.0 if alone else 20.0}.items():
+            patch.setattr(first_batch, name, value)
         steps = {"max_steps": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
         trainer = make_trainer(model=model, collator=_rows_of_48, **steps, **arguments)
         ringtile.enable(trainer, {"context_parallel_size": 2} | config)
