@@ -1,6 +1,6 @@
 # make train   set up, build, and run the demonstration: two ranks against one process (two minutes)
-# make test    set up, build, lint, and test: C under sanitizers, Python (10 to 13 minutes on two cores)
-# make test-cuda  test the CUDA kernels on the host emulator, and what nvcc makes of them where it is installed (two minutes)
+# make test    set up, build, lint, and test: C under sanitizers, Python (6 to 13 minutes on two cores)
+# make test-cuda  test the CUDA kernels on the host emulator, and what nvcc makes of them where it is installed (3 to 8 minutes)
 # make test-all  both with the long tests too, and CUDA kernels for every architecture (an hour)
 # make test-isa  the tests of kernels with every instruction set, in C where the CPU lacks it; ISAS="avx512 amx_bf16"
 # make mutants   break one line of the product at a time, drop one barrier of the CUDA kernels, and show that a test goes

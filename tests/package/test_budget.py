@@ -37,7 +37,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/emulator": (26, 4629),
     "tests/gpu": (16, 2248),
     "tests/hf": (82, 16318),
-    "tests/package": (10, 2054),
+    "tests/package": (10, 2073),
     "tests/planner": (5, 1201),
     "tests/recurrent": (8, 2029),
     "tests/sequence": (8, 1817),

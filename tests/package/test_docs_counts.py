@@ -80,6 +80,25 @@ def test_tables_of_scaling_are_the_simulators() -> None:
     assert all(int(error) == round((float(other) / float(one) - 1) * 100) for _, one, other, error in found)
 
 
+def test_the_table_of_attention_is_its_figures() -> None:
+    page, figures = read("docs/guide/performance.md"), json.loads((ROOT / "tools/pictures/attention.json").read_text())
+    dtypes, found = {"float32": "fp32", "bfloat16": "bf16"}, {}
+    for row in figures["rows"]:
+        case = f"{row['case']} {dtypes[row['dtype']]} {row['seq_len']} {row['num_kv_heads']} {row['head_dim']}"
+        found[case, row["backend"], row["pass"]] = row
+    table = page.partition("| case, dtype, S, G, D |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) == 18
+    for cells in (line.strip("|").split("|") for line in table):
+        name, of_peak, against, *ratios = (cell.strip(" `") for cell in cells)
+        case = name or case  # else the row above has it
+        ours = [found[case, "ringtile", of] for of in ("forward", "backward", "forward+backward")]
+        assert not name or of_peak == ", ".join(f"{row['fraction_of_peak']:.2f}" for row in ours[:2])
+        theirs = [found.get((case, against, row["pass"])) for row in ours[::2]]
+        for ratio, row, mine in zip(ratios, theirs, ours[::2], strict=True):
+            assert (ratio == "") == (row is None)
+            assert row is None or float(ratio) == pytest.approx(row["median_s"] / mine["median_s"], rel=6e-3)
+
+
 def test_the_table_of_one_placement_is_its_figures() -> None:
     page, figures = read("docs/guide/sharing.md"), json.loads((ROOT / "tools/pictures/placement.json").read_text())
     page = page.partition("## One placement")[2].partition("## Schemes")[0]
