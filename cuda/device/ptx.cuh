@@ -11,6 +11,7 @@
 #ifndef RINGTILE_CUDA_PTX_CUH
 #define RINGTILE_CUDA_PTX_CUH
 
+#include "../../csrc/arrays.h"
 #include "../../csrc/ringtile.h"
 
 #include <stdint.h>
@@ -98,7 +99,7 @@ rt_status launch(void (*kernel)(Params), grid_size grid, int num_threads, int sh
                  const Params &params, const char *file = __builtin_FILE(), int line = __builtin_LINE()) {
     static_assert(sizeof(Params) <= MAX_PARAMS_BYTES);
     if (is_empty(grid)) return RT_OK;
-    if (!fits_cuda(grid)) return RT_BAD_SHAPE;
+    if (!fits_cuda(grid)) return rt_wrong(RT_BAD_SHAPE, "the grid");
     const void *const function = reinterpret_cast<const void *>(kernel);
     void *arguments[] = {const_cast<Params *>(&params)};
     cudaError_t error = cudaSuccess;

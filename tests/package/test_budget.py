@@ -14,7 +14,7 @@ SUFFIXES = {".py", ".c", ".h", ".cpp", ".cu", ".cuh"}
 CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folders
     "benchmarks": (15, 2519),
     "csrc": (82, 9186),
-    "cuda": (45, 4664),
+    "cuda": (45, 4665),
     "python/ringtile": (13, 1848),
     "python/ringtile/attn": (11, 2229),
     "python/ringtile/cli": (16, 2473),
