@@ -32,6 +32,12 @@ def test_they_keep_the_kernels_bounds(fresh: None, monkeypatch: pytest.MonkeyPat
         assert ops.why_not_kernel(name, CPU, dtype) == "", name
 
 
+def test_they_keep_the_bounds_of_a_run_with_a_stride() -> None:
+    x, y = torch.arange(24.0).view(2, 12), torch.empty(2, 4)
+    torch_ops.rows_pack_([x], torch.tensor([[1, 3, 0, 4]]), 1, [y])
+    assert torch.equal(y, x[:, 1::3])
+
+
 def labels_of(num_tokens: int, vocab_size: int) -> Tensor:
     """Every third one is ignored, -100."""
     return (torch.arange(num_tokens) * 7 % vocab_size).masked_fill(torch.arange(num_tokens) % 3 == 1, -100)

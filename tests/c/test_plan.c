@@ -25,8 +25,8 @@ static void test_causal_zigzag_over_two_ranks(void) {
     give_workspace(&p);
     rt_round rounds[2];
     rt_transfer in[2], out[2];
-    rt_run runs[8];
-    rt_rank_plan plan = {rounds, in, out, runs, 8, 0};
+    rt_run runs[16];
+    rt_rank_plan plan = {rounds, in, out, runs, 16, 0};
     CHECK_STATUS(rt_plan_rank(&p, 0, false, &plan), RT_OK);
     CHECK(rounds[0].in_place && rounds[0].num_keys == 8 && rounds[0].num_runs == 2);
     CHECK_INT(rounds[0].num_pairs, (1 + 2 + 3 + 4) + (13 + 14 + 15 + 16) - 4 * 8);
@@ -43,6 +43,10 @@ static void test_causal_zigzag_over_two_ranks(void) {
     CHECK(equal_runs(&runs[rounds[0].first_run], &(rt_run){0, 1, 0, 12}, 1));
     CHECK(in[0].num_keys == 4 && in[0].is_head && in[1].num_keys == 8 && !in[1].is_head);
     CHECK(equal_runs(&runs[in[1].first_run], &(rt_run){4, 1, 0, 8}, 1));
+    for (int64_t i = 12; i < 16; i++) begin[i] = 6; // what rank 0 needs, 6-11, does not continue its own 0-3
+    CHECK_STATUS(rt_plan_rank(&p, 0, true, &plan), RT_OK);
+    CHECK(rounds[0].num_runs == 2);
+    CHECK(equal_runs(&runs[rounds[0].first_run], (rt_run[]){{0, 1, 0, 4}, {6, 1, 4, 10}}, 2));
     free(p.workspace);
 }
 

@@ -37,6 +37,7 @@ def _dropped(config):
     drop.register_forward_hook(lambda module, args, out: masks.append((out != 0).flatten().cpu()))
     with enabled(trainer, config):
         trainer.train()
+    masks = [kept for kept in masks if not kept.all()]  # but for the passes of the proof
     return torch.cat(masks), masks, random_digest()
 
 
@@ -44,7 +45,7 @@ def test_ranks_and_passes_drop_others_and_move_no_generator():
     found = run_ranks(2, _dropped, PROOF | CP2)
     (first, passes, digest), (second, _, other) = found
     assert digest == other  # what decides a token of the data is drawn alike afterwards
-    assert not torch.equal(first, second)
+    assert not torch.equal(first[: len(second)], second[: len(first)])
     assert not torch.equal(passes[0][: passes[1].numel()], passes[1][: passes[0].numel()])
     for kept_here in (first, second):  # 0.9, within five standard deviations
         share, number = kept_here.double().mean(), kept_here.numel()
