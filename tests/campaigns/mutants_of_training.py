@@ -223,7 +223,7 @@ MUTANTS = [
         "python/ringtile/hf/first_batch.py",
         "if num_tokens > _WITH_IMAGES:",
         "if images and _num_tokens(inputs, images) > _WITH_IMAGES:",
-        "tests/hf/test_first_batch_groups.py -k images",
+        "tests/hf/test_first_batch_groups.py -k images -m long",
     ),
     Mutant(
         "tower: an empty part of features keeps its strides",
