@@ -21,7 +21,7 @@ def _signed(x: int) -> int:
 
 
 _PLACE = _signed(0x9E3779B97F4A7C15)  # odd, so that places differ
-_FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB), 1)
+_FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 
 
 def checksum(*tensors: Tensor, device: torch.device | None = None) -> Tensor:
@@ -43,11 +43,10 @@ def _of_numbers(x: Tensor) -> Tensor:
     for piece in _pieces(x):
         words = _words(piece)
         words += torch.arange(place, place + words.numel(), device=x.device).mul_(_PLACE)
-        for shift, factor in zip((30, 27, 31), _FACTORS, strict=True):
-            # words ^= words >> shift, with zeros from above: torch's shift of int64 copies the sign.
-            words ^= (words >> shift).bitwise_and_(2 ** (64 - shift) - 1)
-            if factor != 1:
-                words *= factor
+        for shift, factor in zip((30, 27), _FACTORS, strict=True):
+            _fold(words, shift)
+            words *= factor
+        _fold(words, 31)
         total += words.sum()
         place += words.numel()
     return total
@@ -69,3 +68,8 @@ def _words(piece: Tensor) -> Tensor:
     words = torch.zeros(-(-raw.numel() // 8), dtype=torch.int64, device=piece.device)
     words.view(torch.uint8)[: raw.numel()] = raw
     return words
+
+
+def _fold(words: Tensor, shift: int) -> None:
+    """Do words ^= words >> shift, with zeros from above: torch's shift of int64 copies the sign."""
+    words ^= (words >> shift).bitwise_and_(2 ** (64 - shift) - 1)

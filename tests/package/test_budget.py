@@ -15,7 +15,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "benchmarks": (15, 2519),
     "csrc": (82, 9186),
     "cuda": (45, 4665),
-    "python/ringtile": (13, 1848),
+    "python/ringtile": (13, 1852),
     "python/ringtile/attn": (11, 2229),
     "python/ringtile/cli": (16, 2473),
     "python/ringtile/first_batch": (9, 1340),

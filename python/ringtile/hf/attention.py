@@ -145,8 +145,7 @@ def attention_forward(
             f"{type(module).__name__} got an attention mask of shape {tuple(attention_mask.shape)} for a shard of a "
             f"sequence; expected none: the model builds a mask of its own"
         )
-    if not options.keys() <= _KNOWN:
-        refuse_unknown(module, options)
+    refuse_unknown(module, options)
     dropout, probability = None, options.get("dropout", 0.0)
     if probability > 0 and running_trace() is None:
         dropout = _dropout(module, query, probability, batch)

@@ -82,7 +82,7 @@ def transport_of(group: Group | None) -> Transport:
     """
     if group is None or group == "":
         return _ALONE
-    group = group_of_mesh(group) if isinstance(group, DeviceMesh) else group
+    group = group_of_mesh(group)
     if isinstance(group, str):
         try:
             group = virtual_groups.get(group) or _resolve_process_group(GroupName(group))
