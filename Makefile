@@ -23,7 +23,7 @@
 # make clean   remove the build outputs
 PYTHON ?= python3
 BIN := .venv/bin
-CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/torch/*.cpp)
+CORE := $(wildcard csrc/*.[ch] csrc/*/*.[ch] csrc/*/*.inc csrc/torch/*.cpp)
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),$(wildcard /usr/local/cuda/bin/nvcc))
 LOCK := mkdir -p build && flock build/.lock
@@ -175,7 +175,7 @@ matrix: wheel
 	PATH="$$PATH:$(CURDIR)/build/wheel-venv/bin" $(PYTHON) tools/wheel/matrix.py dist/*.whl build/matrix $(ROWS)
 
 lint: setup
-	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'c*/*.[ch]' 'benchmarks/*.c' '*.cpp' '*.cu' '*.cuh' 'tests/*.[ch]')
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'c*/*.[ch]' '*.inc' 'benchmarks/*.c' '*.cpp' '*.cu' '*.cuh' 'tests/*.[ch]')
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

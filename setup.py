@@ -175,7 +175,7 @@ NVCC_FLAGS = [
 # ptxas only remarks, and never warns, that it serialized the wgmma products of a warp group.
 SERIALIZED = "Potential Performance Loss"
 core_sources = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.c"))
-core_headers = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h"))
+core_headers = sorted(str(path.relative_to(ROOT)) for kind in ("h", "inc") for path in ROOT.glob(f"csrc/**/*.{kind}"))
 cuda_files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("cuda/**/*.*"))
 
 

@@ -43,6 +43,8 @@ static attn_grid grid_of(const rt_attn_params *p) {
     return g;
 }
 
+static inline int64_t attn_num_tasks(const rt_attn_params *p) { return grid_of(p).num_tasks; }
+
 // The rows of one task, and their place in the tensors.
 typedef struct query_tile {
     int64_t batch, kv_head, first_head, num_heads, first_token, num_tokens;

@@ -4,7 +4,7 @@
 RT_AVX512(",avx512bf16,amx-tile,amx-bf16")
 #define RT_TILES
 #define RT_KERNELS rt_kernels_amx_bf16
-#include "kernel_table.h"
+#include "kernel_table.inc"
 RT_TARGET_END
 #else
 #ifdef __x86_64__

@@ -6,7 +6,7 @@
 #define RT_REAL_BITS 32
 RT_TARGET("avx2,fma,f16c")
 #define RT_KERNELS rt_kernels_avx2
-#include "kernel_table.h"
+#include "kernel_table.inc"
 RT_TARGET_END
 #else
 typedef int rt_no_avx2; // ISO C forbids an empty translation unit

@@ -4,7 +4,7 @@
 RT_AVX512(",avx512bf16")
 #define RT_BF16_PAIRS
 #define RT_KERNELS rt_kernels_avx512_bf16
-#include "kernel_table.h"
+#include "kernel_table.inc"
 RT_TARGET_END
 #else
 typedef int rt_no_avx512_bf16; // ISO C forbids an empty translation unit

@@ -3,4 +3,4 @@
 #define RT_PANEL_VECS 2
 #define RT_REAL_BITS 64
 #define RT_KERNELS rt_kernels_f64
-#include "kernel_table.h"
+#include "kernel_table.inc"

@@ -7,4 +7,4 @@
 #endif
 #define RT_REAL_BITS 32
 #define RT_KERNELS rt_kernels_generic
-#include "kernel_table.h"
+#include "kernel_table.inc"

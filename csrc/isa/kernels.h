@@ -20,7 +20,7 @@ typedef struct rt_kernels {
                           int64_t first, int64_t last);
     // One of attn_num_tasks(p) tasks of rt_attn_fwd or rt_attn_bwd. workspace: this worker's scratch, of
     // attn_*_scratch_bytes(p). progress (attn_num_tasks): zeros before the first task; orders the tasks
-    // (attn/backward.h). shared: what the tasks share, of attn_shared_bytes(p, backward), which attn_open_shared has
+    // (attn/backward.inc). shared: what the tasks share, of attn_shared_bytes(p, backward), which attn_open_shared has
     // opened for the call; NULL if that is 0 (attn/packed_keys.h).
     int64_t (*attn_num_tasks)(const rt_attn_params *p);
     int64_t (*attn_forward_scratch_bytes)(const rt_attn_params *p);

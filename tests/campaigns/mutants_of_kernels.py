@@ -8,14 +8,14 @@ MUTANTS = [
     # ---- kernels on the CPU
     Mutant(
         "attention: running sum not rescaled",
-        "csrc/attn/forward.h",
+        "csrc/attn/forward.inc",
         "vec_store(w->sum + j * LANES, vec_load(w->sum + j * LANES) * shrink);",
         "vec_store(w->sum + j * LANES, vec_load(w->sum + j * LANES));",
         "c test_attn",
     ),
     Mutant(
         "attention in tiles: the last of an odd number of keys left out",
-        "csrc/attn/forward.h",
+        "csrc/attn/forward.inc",
         "gemm_add_tiles(dv, round_up(span->num_rows, LANES), (span->num_keys + 1) / 2,",
         "gemm_add_tiles(dv, round_up(span->num_rows, LANES), span->num_keys / 2,",
         "c test_attn_bf16",
@@ -29,7 +29,7 @@ MUTANTS = [
     ),
     Mutant(
         "attention in tiles: dk and dv of the first panel alone",
-        "csrc/attn/backward.h",
+        "csrc/attn/backward.inc",
         "const int64_t depth = (end - panel) * PANEL / 2;",
         "const int64_t depth = PANEL / 2;",
         "c test_attn_limits",
@@ -50,21 +50,21 @@ MUTANTS = [
     ),
     Mutant(
         "GLU: gradient of up from the slope",
-        "csrc/glu/glu_kernel.h",
+        "csrc/glu/glu.inc",
         "vec_store(up + i, dy * act.value);",
         "vec_store(up + i, dy * act.slope);",
         "c test_glu",
     ),
     Mutant(
         "cross entropy: label smoothing missing in the gradient",
-        "csrc/loss/cross_entropy_kernel.h",
+        "csrc/loss/cross_entropy.inc",
         "if (label >= col && label < col + count) x[label - col] -= (real)(1 - smoothing);",
         "if (label >= col && label < col + count) x[label - col] -= 1;",
         "c test_cross_entropy",
     ),
     Mutant(
         "selective scan: state of the document before",
-        "csrc/scan/selective_kernel.h",
+        "csrc/scan/selective.inc",
         "if (before == RT_STATE_ZERO) load_state(p, &s, batch, before);",
         "",
         "c test_selective",
@@ -224,7 +224,7 @@ MUTANTS = [
     ),
     Mutant(
         "two sides: infinite values of masked keys",
-        "csrc/attn/forward.h",
+        "csrc/attn/forward.inc",
         "if (!key_meets_row(ranges, panel * PANEL + row, key)) continue;",
         "(void)0;",
         "c test_attn_limits",

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SUFFIXES = {".py", ".c", ".h", ".cpp", ".cu", ".cuh"}
+SUFFIXES = {".py", ".c", ".h", ".inc", ".cpp", ".cu", ".cuh"}
 CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folders
     "benchmarks": (15, 2519),
-    "csrc": (82, 9186),
+    "csrc": (80, 9183),
     "cuda": (45, 4665),
     "python/ringtile": (13, 1852),
     "python/ringtile/attn": (11, 2229),
