@@ -20,7 +20,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "python/ringtile/cli": (16, 2473),
     "python/ringtile/first_batch": (9, 1340),
     "python/ringtile/hf": (50, 9319),
-    "python/ringtile/planner": (18, 2629),
+    "python/ringtile/planner": (19, 2664),
     "python/ringtile/recurrent": (14, 2341),
     "python/ringtile/sequence": (8, 2002),
     "python/ringtile/stream": (3, 894),

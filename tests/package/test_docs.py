@@ -228,7 +228,7 @@ def test_files_that_pages_name_exist(page: str) -> None:
 def test_pages_that_the_code_names_exist() -> None:
     folders = ("benchmarks", "configs", "csrc", "cuda", "python", "tests")
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.*")):
-        if path.suffix in (".py", ".c", ".h", ".inc", ".cpp", ".cu", ".cuh", ".yaml") and path != pathlib.Path(__file__):
+        if re.fullmatch(r"\.(py|c|h|inc|cpp|cuh?|yaml)", path.suffix) and path != pathlib.Path(__file__):
             for page in re.findall(r"\bdocs/[\w/]+\.md", path.read_text()):
                 assert page in SITE, f"{path.relative_to(ROOT)} names {page}"
 
