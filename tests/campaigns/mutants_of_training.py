@@ -68,7 +68,7 @@ MUTANTS = [
         "python/ringtile/attn/ulysses.py",
         "return transport.agree(*terms, q.device, forward_call=forward_call, data=data, step=step)",
         "return transport.agree(*terms, q.device, forward_call=forward_call, step=step)",
-        "tests/attn/test_ring_failures.py -k repeated",
+        "tests/attn/test_ring_failures.py -k disagreement",
     ),
     Mutant(
         "transport: refusals kept to oneself",
@@ -214,8 +214,8 @@ MUTANTS = [
     Mutant(
         "outputs: a view of the padded row",
         "python/ringtile/hf/batch.py",
-        "whole.contiguous() if self.rows is None",
-        "whole if self.rows is None",
+        ".movedim((0, 1), dims).contiguous()",
+        ".movedim((0, 1), dims)",
         "tests/hf/test_users_losses.py -k Flat",
     ),
     Mutant(

@@ -112,8 +112,7 @@ class ShardedBatch:
     def unshard(self, local: Tensor) -> Tensor:
         """The shards (B, N, ...) of all ranks -> (B, S, ...) without the padding. A collective, differentiable."""
         whole = self.sequence.unshard(local, dim=1)[:, : self.seq_len]
-        # Contiguous, as in one process: losses of users flatten logits with view.
-        return whole.contiguous() if self.rows is None else self.rows.unshared(whole)
+        return whole if self.rows is None else self.rows.unshared(whole)
 
     def unshard_output(self, local: Tensor) -> Tensor | None:
         """What a model returns, (..., B, N, ...) or (B N, ...) -> of all tokens; None: it has no such dimensions."""
@@ -122,6 +121,7 @@ class ShardedBatch:
         for dim in range(local.dim() - 1):
             if local.shape[dim : dim + 2] == shape:
                 dims = (dim, dim + 1)
+                # Contiguous, as in one process: losses of users flatten logits with view.
                 return self.unshard(local.movedim(dims, (0, 1))).movedim((0, 1), dims).contiguous()
         if local.dim() and local.size(0) == shape.numel():
             return self.unshard(local.reshape(*shape, *local.shape[1:])).flatten(0, 1)
