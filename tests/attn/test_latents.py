@@ -88,12 +88,14 @@ def attend_heads(q: Tensor, latent: Tensor, rope: Tensor, sequence: ShardedSeque
     return out
 
 
-def run(p: Problem, mask: IntervalMask, layout: Layout, scheme: str = "ring", use: Use = attend) -> list[Tensor]:
+def run(
+    p: Problem, mask: IntervalMask, layout: Layout, scheme: str = "ring", use: Use = attend, made: type[Expand] = Expand
+) -> list[Tensor]:
     """As `exact`, on ranks; the gradient of the weight is the sum of theirs."""
 
     def on_rank(group: LoopbackGroup) -> list[Tensor]:
         sequence = ShardedSequence(mask, layout, group, scheme=scheme)
-        module, local = Expand(p.q.dtype), [sequence.shard(x, 1) for x in p]
+        module, local = made(p.q.dtype), [sequence.shard(x, 1) for x in p]
         leaves = [x.clone().requires_grad_() for x in local[:3]]
         out = use(*leaves, sequence, module)
         out.backward(local[3])
@@ -153,6 +155,34 @@ def test_a_checkpoint_expands_again(reentrant: bool) -> None:
         return out
 
     assert_close(run(p, mask, Layout.zigzag(48, 2), use=use), exact(p, dense(mask)), FLOAT64_TOLERANCE)
+
+
+def test_a_latent_that_nothing_reads_has_a_gradient_of_0() -> None:
+    """In memory that held nan."""
+
+    class Unrotated(Expand):
+        def forward(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(latent, torch.zeros_like(rope))
+
+    torch.use_deterministic_algorithms(True)  # which fills what is empty
+    try:
+        found = run(problem(), MASKS["causal"], Layout.zigzag(48, 2), made=Unrotated)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not found[3].any()
+
+
+def test_latents_of_16_bits_round_no_gradient_of_float32_keys() -> None:
+    """Heads travel in their place. 1e-6: as above."""
+    p = problem(torch.float32)
+    p = p._replace(latent=p.latent.bfloat16(), rope=p.rope.bfloat16())
+
+    class Widened(Expand):
+        def forward(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(latent.float(), rope.float())
+
+    mask = MASKS["causal"]
+    assert_close(run(p, mask, Layout.zigzag(48, 2), made=Widened)[4:], exact(p, dense(mask))[4:], 1e-6)
 
 
 def test_under_autocast_the_backward_casts_as_the_forward_did() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_calls import MASKS, SEQ_LEN, problem
+from attention_calls import MASKS, SEQ_LEN, problem, run
 from hypothesis import given
 from hypothesis import strategies as st
 from ringtile import (
@@ -74,6 +74,18 @@ def test_op_takes_a_scheme() -> None:
             assert all(torch.equal(x, y) for x, y in zip((out, *gradients), (through_op, *of_op), strict=True))
 
     LoopbackWorld(2).run(on_rank)
+
+
+def test_gradients_of_a_kv_head_of_two_ranks_are_added_before_they_are_rounded() -> None:
+    """Equal queries whose dout are d, d / 1024, -d / 2 and -d / 2: half an ulp, in bfloat16, of what a rank adds up is
+    more than the sum. On one rank it is rounded once too; sums in float32 lose 2^-18 of a rank's."""
+    p, scales = problem(1, SEQ_LEN, 4, 1, dtype=torch.bfloat16), torch.tensor([1, 2.0**-10, -0.5, -0.5]).bfloat16()
+    q, dout = p.q[:, :, :1].expand_as(p.q).contiguous(), p.dout[:, :, :1] * scales[:, None]
+    p = p._replace(q=q, dout=dout, dlse=torch.zeros_like(p.dlse))
+    of = MASKS["causal"], Layout.zigzag(SEQ_LEN, 2), "ulysses"
+    alone, found = run(p, of[0], Layout.zigzag(SEQ_LEN, 1), "ring").results, run(p, *of).results
+    for x, y in ((alone.dk, found.dk), (alone.dv, found.dv)):
+        torch.testing.assert_close(y, x, rtol=2.0**-7, atol=2.0**-8 * float(x.abs().max()))
 
 
 # ---- what is refused ----------------------------------------------------------------------------

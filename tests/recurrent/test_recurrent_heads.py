@@ -96,6 +96,21 @@ def test_heads_are_one_process_bit_for_bit(
             assert_close(gradient, of_one[n])
 
 
+def test_what_ranks_add_is_summed_in_float32() -> None:
+    """Equal heads, of which those of the other ranks have a 1024th of the first one's dout: a rank's share is less than
+    half an ulp, in bfloat16, of the gradient of a B that all heads share, that of three is more."""
+    of_case = case("ssd")
+    tensors = {n: x.bfloat16() for n, x in problem(of_case, 1, SEQ_LEN).items()}
+    for n, dim in (("x", 2), ("dt", 2), ("A", 0), ("D", 0)):
+        tensors[n] = tensors[n].narrow(dim, 0, 1).expand_as(tensors[n]).contiguous()
+    dout = torch.randn(1, SEQ_LEN, 1, V).bfloat16() * torch.tensor([1, 0, *6 * [2.0**-10]]).bfloat16()[:, None]
+    mask = IntervalMask.causal(SEQ_LEN)
+    douts = (dout * (torch.arange(H) == 0)[:, None], dout)
+    first, summed = (of_ranks(of_case, tensors, x, mask, Layout.zigzag(SEQ_LEN, 4))[1] for x in douts)
+    for n in ("B", "C"):
+        assert torch.equal(summed[n], (first[n].float() * (1 + 3 * 2.0**-9)).bfloat16())
+
+
 IN_EVERY_RUN = [("states", "zigzag"), ("heads", "striped")]
 
 

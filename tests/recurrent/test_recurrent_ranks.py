@@ -154,6 +154,19 @@ def test_ranks_compute_each_document_alone(name: str, layout: str, rows: str, de
         assert_close(gradient, of_each[n])
 
 
+def test_the_gradient_of_a_parameter_is_summed_over_stretches_in_float32() -> None:
+    """That of D by each token is dout x, of 8 channels: 8 by the last, which comes first, and an 512th of that by the
+    32 others, less than half an ulp of it in bfloat16. Each is a stretch."""
+    case = layer("ssd", 1, 1, K, 8, C)
+    tensors = {name: x.bfloat16() for name, x in problem(case, 1, 33).items()}
+    tensors["x"].fill_(1)
+    dout = torch.full_like(tensors["x"], 2.0**-9)
+    dout[:, -1] = 1
+    layout = Layout.from_runs([[(32 - i, 1, i, 1) for i in range(33)]])
+    _, gradients = of_ranks(case, tensors, dout, IntervalMask.causal(33), layout)
+    assert gradients["D"].tolist() == [8 + 32 / 64]
+
+
 def assert_close(ours: Tensor, expected: Tensor) -> None:
     tolerance = 48 * 64 * 2.0**-52 * float(expected.abs().max())
     torch.testing.assert_close(ours, expected, rtol=0, atol=tolerance)

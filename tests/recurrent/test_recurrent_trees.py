@@ -163,6 +163,11 @@ def test_states_compute_each_path_alone(name: str, layout: str, world_size: int)
     compare(CASES[name], SMALL, layout_of(layout, world_size))
 
 
+def test_branches_that_end_at_a_cut_which_another_row_goes_on_over() -> None:
+    """They are computed in one call; nothing of them goes on."""
+    compare(CASES["ssd"], [Tree([-1, 0, 0, -1], [3, 2, 2, 7]), Tree([-1, 0, 0], [10, 2, 2])], Layout.contiguous(14, 2))
+
+
 @pytest.mark.parametrize(("layout", "world_size"), [("striped", 2), ("zigzag", 4)])
 @pytest.mark.parametrize("name", ["delta", "kda", "ssd", "selective"])
 def test_heads_compute_each_path_alone(name: str, layout: str, world_size: int) -> None:

@@ -107,6 +107,9 @@ def test_padding_attends_nothing(batch: int, seq_len: int, padding: int, data: s
     mask = data.draw(two_sided_masks(batch, seq_len))
     expected = torch.nn.functional.pad(dense(mask), (0, padding, 0, padding))
     assert torch.equal(dense(mask.padded(padding)), expected)
+    among = torch.ones(padding, padding, dtype=torch.bool).tril()
+    expected[:, seq_len:, seq_len:] = among
+    assert torch.equal(dense(mask.padded(padding, attends=True)), expected)
 
 
 @given(st.integers(1, 2), SIZES, st.data())

@@ -76,6 +76,5 @@ def _numbered(seq_idx: Tensor, tokens: slice) -> Tensor:
     of_chunk = seq_idx[:, tokens]
     if tokens.start == 0:
         return of_chunk
-    last = seq_idx[:, tokens.start - 1 : tokens.start]
-    # Behind padding a document begins, which no number above 0 lets go on.
-    return torch.where(of_chunk < 0, of_chunk, of_chunk - torch.where(last < 0, of_chunk.new_tensor(-1), last))
+    # Behind padding, -1, a document begins, which no number above 0 lets go on.
+    return torch.where(of_chunk < 0, of_chunk, of_chunk - seq_idx[:, tokens.start - 1 : tokens.start])
