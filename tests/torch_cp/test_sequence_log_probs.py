@@ -77,7 +77,9 @@ ROWS: dict[str, Callable[[], Rows]] = {
     "rows of one token": lambda: Rows(ids(2, 1), None, None),
     "rows of two tokens": lambda: Rows(ids(2, 2), None, None),
     "padding alone": lambda: Rows(ids(2, 16), ones_between(16, (0, 0), (0, 0)), None),
-    "packed documents": lambda: Rows(ids(1, 32), torch.tensor([[1] * 7 + [2] * 19 + [3] * 4 + [0] * 2]), None),
+    "packed documents": lambda: Rows(
+        ids(2, 32), torch.tensor([[1] * 7 + [2] * 19 + [3] * 4 + [0] * 2, [1] * 32]), None
+    ),
 }
 
 
@@ -478,6 +480,12 @@ REFUSED: dict[str, tuple[type[RingtileError], Callable[[], Any]]] = {
     "the engine has rounded log-probabilities to torch.bfloat16": (RefusedError, lambda: call(rounded(), check=False)),
     "2 ranks do not compute what one process computes": (RefusedError, lambda: call(Own(mixes=True))),
     "fingerprint of the data": (RingMismatchError, lambda: call(rows=Rows(of_rank(ids(2, 32)), None, None))),
+    "disagree on fingerprint of the data": (RingMismatchError, lambda: call(completion_mask=of_rank(0 * ids(2, 32)))),
+    "fingerprint of the data in call": (RingMismatchError, lambda: call(position_ids=of_rank(torch.arange(32)[None]))),
+    "ranks disagree on fingerprint": (
+        RingMismatchError,
+        lambda: call(attention_mask=of_rank(torch.arange(32).repeat(2, 1)) // 16 + 1, completion_mask=0 * ids(2, 32)),
+    ),
     "the shape of input_ids": (RingMismatchError, lambda: call(rows=Rows(ids(2, 32 + dist.get_rank()), None, None))),
     "temperature": (RingMismatchError, lambda: call(temperature=1.0 + dist.get_rank())),
     "ranks disagree on layout": (RingMismatchError, lambda: call(layout=["zigzag", "striped"][dist.get_rank()])),
