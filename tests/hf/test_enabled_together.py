@@ -66,3 +66,12 @@ def test_a_rank_on_which_enable_fails_is_named_by_the_others_at_once(kind: str) 
     assert second.startswith(reason)
     assert first.startswith(f"PeerLostError: rank 1 was lost in ringtile.enable of rank 0: {reason}")
     assert seconds < 100  # of the 120 that a rank is waited for
+
+
+def _means() -> bool:
+    x = torch.linspace(0.1, 1, 97)
+    return torch.equal(ContextParallelGroup(3, 60.0, torch.device("cpu")).mean(x), x)
+
+
+def test_a_mean_of_equal_numbers_is_that_number() -> None:
+    assert all(run_ranks(3, _means))

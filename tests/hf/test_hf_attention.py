@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from tools.models import tiny_models
 
 BATCH, SEQ_LEN = 2, 27
-LEFT_PADDED = torch.tensor([[0] * 4 + [1] * 23, [1] * 27])
+LEFT_PADDED = torch.tensor([[0] * 5 + [1] * 22, [1] * 27])
 RIGHT_PADDED = torch.tensor([[1] * 27, [1] * 15 + [0] * 12])
 PACKED = torch.cat([torch.arange(11), torch.arange(9), torch.arange(7)])[None]
 

@@ -264,7 +264,11 @@ LOSSES = [
     Cell("twice the loss", {"trainer_class": TwiceTheLoss, **EVERY_NUMBER}, long=True),
     Cell("a sum over items that is not averaged", {"trainer_class": SumOverItems, **EVERY_NUMBER}, long=True),
     Cell("a mean of smoothed means", {"trainer_class": MeanPerBatch, "label_smoothing_factor": 0.1}, long=True),
-    Cell("a mean of means, own token average", {"trainer_class": MeanPerBatch, **OWN_AVERAGE}, long=True),
+    Cell(
+        "a mean of means, own token average",
+        {"trainer_class": MeanPerBatch, **OWN_AVERAGE, "family": "mixtral-balanced"},
+        long=True,
+    ),
     Cell("a mean of means, two groups", {"trainer_class": MeanPerBatch}, world=4, processes=2, long=True),
     Cell("a loss function, own token average", {**SQUARED, **OWN_AVERAGE}, long=True),
     Cell(
@@ -463,7 +467,7 @@ EXPERTS = [
     Cell("balancing loss that SFT logs", {**SFT, **BALANCED, "evaluate_first": True}, long=True),
     # test_hf_logged.py has its log on two groups.
     Cell("SFT of qwen3-moe, whose head is TRL's", {**SFT, "family": "qwen3-moe"}, long=True),
-    Cell("balancing loss, own token average", {**BALANCED, **OWN_AVERAGE}, long=True),
+    Cell("balancing loss, own token average", {**BATCHES, **OWN_AVERAGE}, world=4, processes=2, long=True),
     Cell(
         "balancing loss of full sequences, two groups",
         {**BATCHES, "trainer_class": OwnLoss},

@@ -1,5 +1,7 @@
 """Counts of tokens that hooks keep in buffers, and callbacks use: as one process counts, or the training ends."""
 
+from types import SimpleNamespace
+
 import pytest
 import ringtile
 import torch
@@ -7,6 +9,7 @@ import torch.distributed as dist
 from hf_models import tiny_model
 from hf_training import make_trainer
 from pool import run_ranks
+from ringtile.first_batch.compare import Comparison, compare_written
 from transformers import TrainerCallback
 
 
@@ -71,3 +74,11 @@ def test_counts_of_padding_are_refused():
     for said in run_ranks(2, _counted, "sums", 3):
         assert "written beside padding: model.embed_tokens.seen" in said
         assert "ringtile.real_tokens()" in said
+
+
+@pytest.mark.parametrize(("alone", "name"), [((4, 6), "sum"), ((2, 3), "mean"), ((3, 5), "largest"), ((3, 3), "")])
+def test_what_one_process_writes_is_known_from_what_ranks_write(alone, name):
+    whole = SimpleNamespace(written={name: torch.tensor(alone, dtype=torch.float64)})
+    found, of_ranks = Comparison(), torch.tensor([[3, 1], [1, 5]], dtype=torch.float64)
+    compare_written(found, whole, whole, {name: of_ranks})
+    assert (found.parts, bool(found.difference)) == (((name,), False) if name else ((), True))
