@@ -1,4 +1,4 @@
-"""Breaks of kernels, self-tests, plans and masks."""
+"""Breaks of kernels, self-tests, plans and masks, and of what is rounded or held over ranks."""
 
 from __future__ import annotations
 
@@ -312,6 +312,77 @@ MUTANTS = [
         "return [node._replace(subtree_end=end) for node, end in zip(found, ends, strict=True)]",
         "return [node._replace(subtree_end=node.end) for node, end in zip(found, ends, strict=True)]",
         "tests/sequence/test_token_trees.py",
+    ),
+    Mutant(
+        "masks: padding under two sides is attended by nothing",
+        "python/ringtile/sequence/mask.py",
+        "bound[..., first:] = value\n",
+        "pass\n",
+        "tests/sequence/test_token_trees.py -k padding_attends",
+    ),
+    Mutant(
+        "masks: chunks count what pads a row on the left",
+        "python/ringtile/hf/masks.py",
+        " - (attention_mask.cumsum(1) == 0).sum(1, keepdim=True)",
+        "",
+        "tests/hf/test_hf_attention.py -k 'whole_model and llama4'",
+    ),
+    # ---- over ranks
+    Mutant(
+        "collectives: rows of each rank of a group are gathered",
+        "python/ringtile/hf/one_process.py",
+        "return torch.cat(parts[::copies])",
+        "return torch.cat(parts)",
+        "tests/hf/test_hf_exact.py -k padding",
+    ),
+    Mutant(
+        "collectives: the mean of equal numbers is another one",
+        "python/ringtile/hf/group.py",
+        "(self.sum(value.double()) / self.size)",
+        "(self.sum(value) / self.size)",
+        "tests/hf/test_enabled_together.py -k mean",
+    ),
+    Mutant(
+        "schemes: gradients of a kv head of two ranks are rounded before they are added",
+        "python/ringtile/attn/ulysses.py",
+        "dtype = call.state_dtype if adds else shape.dtype",
+        "dtype = shape.dtype",
+        "tests/attn/test_schemes.py -k rounded",
+    ),
+    Mutant(
+        "latents: the gradient of one that nothing reads is what memory held",
+        "python/ringtile/attn/latents.py",
+        "total.zero_() if x is None else total.copy_(x)",
+        "x is None or total.copy_(x)",
+        "tests/attn/test_latents.py -k nothing_reads",
+    ),
+    Mutant(
+        "latents: narrower than their keys, they travel",
+        "python/ringtile/attn/latents.py",
+        " and k.dtype == shape.dtype",
+        "",
+        "tests/attn/test_latents.py -k 16_bits",
+    ),
+    Mutant(
+        "recurrences: the gradient of a parameter is summed over stretches in its dtype",
+        "python/ringtile/recurrent/state_passing.py",
+        "x.new_zeros(x.shape, dtype=ops.state_dtype(x.dtype)) if need",
+        "x.new_zeros(x.shape) if need",
+        "tests/recurrent/test_recurrent_ranks.py -k summed",
+    ),
+    Mutant(
+        "recurrences: what ranks add is summed in its dtype",
+        "python/ringtile/recurrent/heads.py",
+        "dtype=ops.state_dtype(x.dtype) if one.heads is None else x.dtype",
+        "dtype=x.dtype",
+        "tests/recurrent/test_recurrent_heads.py -k summed",
+    ),
+    Mutant(
+        "recurrences of trees: states of the branches of a call stand for one",
+        "python/ringtile/recurrent/recurrence.py",
+        "final = final[:batch]",
+        "pass",
+        "tests/recurrent/test_recurrent_trees.py -k end_at_a_cut",
     ),
     # ---- who computes
     Mutant(

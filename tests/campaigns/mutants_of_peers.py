@@ -124,8 +124,8 @@ MUTANTS = [
     Mutant(
         "peers: targets are counted once per rank",
         "python/ringtile/hf/one_process.py",
-        "return torch.cat(parts[::copies])",
-        "return torch.cat(parts)",
+        "return self.in_one_process(original, batch_samples, *args, **kwargs)",
+        "return original(batch_samples, *args, **kwargs)",
         "tests/hf/test_hf_exact.py -k padding",
         source="NVIDIA/Megatron-LM#673",
         case="token mean",

@@ -184,6 +184,13 @@ MUTANTS = [
         "tests/hf/test_first_batch.py -k users_code",
     ),
     Mutant(
+        "first batch: the largest of the ranks is no part",
+        "python/ringtile/first_batch/compare.py",
+        ", theirs.amax(0))]",
+        ")]",
+        "tests/hf/test_written.py -k known",
+    ),
+    Mutant(
         "liger: train() puts its MLPs over tiled ones",
         "python/ringtile/hf/liger.py",
         "    if model not in _applied:\n",
@@ -297,6 +304,20 @@ MUTANTS = [
         "tests/hf/test_generation.py -k other_completions",
     ),
     Mutant(
+        "loss: a balancing loss is that of all devices where items are of one",
+        "python/ringtile/hf/loss_on_shards.py",
+        "of_ranks = ways if counted and counts_all else",
+        "of_ranks = ways if counted else",
+        "tests/hf/test_hf_exact.py -k 'own and token and average' -m long",
+    ),
+    Mutant(
+        "loss: a balancing loss is shared out where the Trainer multiplies nothing",
+        "python/ringtile/hf/loss_on_shards.py",
+        "1 / of_ranks if self.trainer.model_accepts_loss_kwargs else 1.0",
+        "1 / of_ranks",
+        "tests/hf/test_hf_exact.py -k 'own and token and average' -m long",
+    ),
+    Mutant(
         "log-probs: gradient of the entropy without its mean",
         "python/ringtile/tiled/vocab_parallel.py",
         "gradient = y.add_(mean).mul_(",
@@ -309,6 +330,20 @@ MUTANTS = [
         "predicted = (mask.begin[:, 1:] <= before) & (before < mask.end[:, 1:])",
         "predicted = before < mask.end[:, 1:]",
         "tests/torch_cp/test_sequence_log_probs.py -k one_process",
+    ),
+    Mutant(
+        "log-probs: rows number their documents alike",
+        "python/ringtile/torch_context_parallel/rl.py",
+        "* int(self.document.max() + 1)",
+        "* 1",
+        "tests/stream/test_same_log_probs.py -k streamed_layers_equal",
+    ),
+    Mutant(
+        "log-probs: what is asked of rows is not compared",
+        "python/ringtile/torch_context_parallel/rl.py",
+        "self.position_ids, self.labels, self.mask.begin",
+        "self.position_ids, self.mask.begin",
+        "tests/torch_cp/test_sequence_log_probs.py -k refused_by_name",
     ),
     # ---- tiles
     Mutant(
