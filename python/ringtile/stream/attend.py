@@ -361,7 +361,7 @@ def backward(call: Call, saved: Saved, dout: Tensor, sinks: Tensor | None = None
             return ulysses.backward(call, saved, dout, None, sinks)
         with ulysses.agreed("backward", call, q, saved.number):
             final = Final.of(dout, None, out, lse)
-            chunks, unused = _Chunks(q, final), q.new_zeros(0, dtype=ops.state_dtype(q.dtype))
+            chunks, unused = _Chunks(q), q.new_zeros(0, dtype=ops.state_dtype(q.dtype))
             of_keys = ring.backward(call.but(blocks=chunks), final, q, k, v, unused)
             return chunks.dq, *of_keys, None if sinks is None else ring.sink_gradient(sinks, final)
 
@@ -369,8 +369,8 @@ def backward(call: Call, saved: Saved, dout: Tensor, sinks: Tensor | None = None
 class _Chunks:
     """Queries in host memory, with out, dout and dq: a backward takes them chunk by chunk in each round."""
 
-    def __init__(self, q: HostTensor, final: Final) -> None:
-        self._q, self._final = q, final
+    def __init__(self, q: HostTensor) -> None:
+        self._q = q
         self.dq = HostTensor.empty(q, q.shape, q.copies)
         self._sums = HostTensor.empty(q.new_empty(0, dtype=ops.state_dtype(q.dtype)), q.shape, q.copies)
 
