@@ -34,14 +34,14 @@ rt_status rt_cuda_cross_entropy_fwd_bwd(const rt_cross_entropy_params *p, void *
 // bf16 and f16 use tensor cores, with f32 sums and weights rounded to the dtype. Any strides that the CPU accepts
 // work; rows of q, k, v and dout that begin at multiples of 16 bytes are fast.
 //   RT_BAD_SHAPE   also if num_queries or num_keys exceeds 2^31 - 1025, or num_kv_heads or batch exceeds 65535
-//   RT_WORKSPACE   p->workspace is not device memory of rt_cuda_attn_fwd_workspace_bytes
-rt_status rt_cuda_attn_fwd(const rt_attn_params *p, void *stream);
-int64_t rt_cuda_attn_fwd_workspace_bytes(const rt_attn_params *p); // 0 also if p is malformed
+//   RT_WORKSPACE   workspace is not device memory of rt_cuda_attn_fwd_workspace_bytes
+rt_status rt_cuda_attn_fwd(const rt_attn_fwd_params *p, void *stream);
+int64_t rt_cuda_attn_fwd_workspace_bytes(const rt_attn_fwd_params *p); // 0 also if p is malformed
 // Deterministic: every gradient is summed in one order. dP = dout v^T, and P and dS are rounded to the dtype before
 // they are multiplied; where a weight P is 0, dS is 0.
-//   RT_WORKSPACE   p->workspace is not device memory of rt_cuda_attn_bwd_workspace_bytes
-rt_status rt_cuda_attn_bwd(const rt_attn_params *p, void *stream);
-int64_t rt_cuda_attn_bwd_workspace_bytes(const rt_attn_params *p); // 0 also if p is malformed
+//   RT_WORKSPACE   workspace is not device memory of rt_cuda_attn_bwd_workspace_bytes
+rt_status rt_cuda_attn_bwd(const rt_attn_bwd_params *p, void *stream);
+int64_t rt_cuda_attn_bwd_workspace_bytes(const rt_attn_bwd_params *p); // 0 also if p is malformed
 
 // batch is at most 65535.
 rt_status rt_cuda_attn_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,

@@ -9,7 +9,7 @@
 #include <string.h>
 
 typedef struct job {
-    const rt_attn_params *p;
+    const void *p; // rt_attn_fwd_params or rt_attn_bwd_params
     const rt_kernels *kernels;
     _Atomic int64_t *progress; // backward: a counter for each task
     char *shared;              // by all tasks, or NULL
@@ -18,8 +18,7 @@ typedef struct job {
 } job;
 
 // num_bytes: of the workspace.    RT_TOO_LARGE: more than any array may have
-static rt_status lay_out(const rt_attn_params *p, bool backward, int64_t num_workers, job *j, int64_t *num_bytes) {
-    *j = (job){.p = p};
+static rt_status lay_out(const rt_attn_block *p, bool backward, int64_t num_workers, job *j, int64_t *num_bytes) {
     const rt_status status = rt_kernels_for(p->dtype, &j->kernels);
     if (status != RT_OK) return status;
     j->num_tasks = j->kernels->attn_num_tasks(p);
@@ -34,25 +33,24 @@ static rt_status lay_out(const rt_attn_params *p, bool backward, int64_t num_wor
     return RT_OK;
 }
 
-static int64_t workspace_bytes(const rt_attn_params *p, bool backward, int64_t num_workers) {
-    job j;
+static int64_t workspace_bytes(const rt_attn_block *p, bool backward, int64_t num_workers) {
+    job j = {0};
     int64_t num_bytes;
-    if (num_workers < 1 || rt_attn_check_sizes(p) != RT_OK) return 0;
+    if (p == NULL || num_workers < 1 || rt_attn_check_sizes(p) != RT_OK) return 0;
     return lay_out(p, backward, num_workers, &j, &num_bytes) == RT_OK ? num_bytes : 0;
 }
 
-int64_t rt_attn_fwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers) {
+int64_t rt_attn_fwd_workspace_bytes(const rt_attn_block *p, int64_t num_workers) {
     return workspace_bytes(p, false, num_workers);
 }
 
-int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers) {
+int64_t rt_attn_bwd_workspace_bytes(const rt_attn_block *p, int64_t num_workers) {
     return workspace_bytes(p, true, num_workers);
 }
 
-static rt_status open_job(const rt_attn_params *p, bool backward, rt_parallel parallel, job *j) {
+static rt_status open_job(const rt_attn_block *p, bool backward, rt_parallel parallel, job *j) {
     int64_t num_bytes;
-    rt_status status = backward ? rt_attn_check_bwd(p) : rt_attn_check_fwd(p);
-    if (status == RT_OK) status = lay_out(p, backward, rt_num_workers(parallel), j, &num_bytes);
+    const rt_status status = lay_out(p, backward, rt_num_workers(parallel), j, &num_bytes);
     if (status != RT_OK) return status;
     if (!rt_points_to(p->workspace, 64) || p->workspace_bytes < num_bytes) return RT_WORKSPACE;
     j->progress = p->workspace, j->scratch = (char *)p->workspace + j->progress_bytes + j->shared_bytes;
@@ -69,16 +67,17 @@ static void forward_task(void *ctx, int64_t task, int64_t worker) {
     j->kernels->attn_forward(j->p, task, j->shared, j->scratch + worker * j->scratch_bytes);
 }
 
-rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel) {
-    job j;
-    const rt_status status = open_job(p, false, parallel, &j);
+rt_status rt_attn_fwd(const rt_attn_fwd_params *p, rt_parallel parallel) {
+    job j = {.p = p};
+    rt_status status = rt_attn_check_fwd(p);
+    if (status == RT_OK) status = open_job(&p->block, false, parallel, &j);
     if (status == RT_OK) rt_for_each(parallel, j.num_tasks, forward_task, &j);
     return status;
 }
 
 // ---- backward ----------------------------------------------------------------------------------
 
-static void clear_rows(const rt_attn_params *p, void *array, const int64_t stride[3], int64_t dim, int64_t first,
+static void clear_rows(const rt_attn_block *p, void *array, const int64_t stride[3], int64_t dim, int64_t first,
                        int64_t last) {
     const int64_t bytes = p->dtype == RT_F64 ? 8 : 4;
     for (int64_t i = first; i < last; i++)
@@ -90,9 +89,9 @@ static void clear_rows(const rt_attn_params *p, void *array, const int64_t strid
 
 // Before and after the tasks: zeroes fresh dk and dv; rounds them. Rows are those of k, counted over all batches.
 static void clear_keys(const void *ctx, int64_t first, int64_t last) {
-    const rt_attn_params *p = ((const job *)ctx)->p;
-    clear_rows(p, p->dk, p->dk_stride, p->head_dim, first, last);
-    clear_rows(p, p->dv, p->dv_stride, p->v_head_dim, first, last);
+    const rt_attn_bwd_params *p = ((const job *)ctx)->p;
+    clear_rows(&p->block, p->dk, p->dk_stride, p->block.head_dim, first, last);
+    clear_rows(&p->block, p->dv, p->dv_stride, p->block.v_head_dim, first, last);
 }
 
 static void round_keys(const void *ctx, int64_t first, int64_t last) {
@@ -105,12 +104,14 @@ static void backward_task(void *ctx, int64_t task, int64_t worker) {
     j->kernels->attn_backward(j->p, task, j->progress, j->shared, j->scratch + worker * j->scratch_bytes);
 }
 
-rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel) {
-    job j;
-    const rt_status status = open_job(p, true, parallel, &j);
+rt_status rt_attn_bwd(const rt_attn_bwd_params *p, rt_parallel parallel) {
+    job j = {.p = p};
+    rt_status status = rt_attn_check_bwd(p);
+    if (status == RT_OK) status = open_job(&p->block, true, parallel, &j);
     if (status != RT_OK) return status;
-    const int64_t num_keys = p->batch * p->num_keys;
-    const int64_t keys_per_task = rt_rows_per_task(p->num_kv_heads * (p->head_dim + p->v_head_dim));
+    const rt_attn_block *b = &p->block;
+    const int64_t num_keys = b->batch * b->num_keys;
+    const int64_t keys_per_task = rt_rows_per_task(b->num_kv_heads * (b->head_dim + b->v_head_dim));
     for (int64_t task = 0; task < j.num_tasks; task++) atomic_init(&j.progress[task], 0);
     if (p->fresh) rt_for_rows(parallel, num_keys, keys_per_task, clear_keys, &j);
     rt_for_each(parallel, j.num_tasks, backward_task, &j);

@@ -9,12 +9,12 @@ extern "C" {
 #endif
 
 // What the size of the workspace depends on; the entry points check it once, with all else.
-//   RT_BAD_POINTER, RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEADS, RT_BAD_HEAD_DIM, RT_TOO_LARGE
-rt_status rt_attn_check_sizes(const rt_attn_params *p);
+//   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEADS, RT_BAD_HEAD_DIM, RT_TOO_LARGE
+rt_status rt_attn_check_sizes(const rt_attn_block *p);
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEADS, RT_BAD_HEAD_DIM, RT_BAD_SCALE, RT_BAD_PROBABILITY, RT_BAD_MASK,
 //   RT_TOO_LARGE, RT_BAD_POINTER, RT_BAD_RUN, RT_BAD_STRIDE, RT_SHARED_MEMORY; backward: RT_BAD_FRESH
-rt_status rt_attn_check_fwd(const rt_attn_params *p);
-rt_status rt_attn_check_bwd(const rt_attn_params *p);
+rt_status rt_attn_check_fwd(const rt_attn_fwd_params *p);
+rt_status rt_attn_check_bwd(const rt_attn_bwd_params *p);
 //   RT_BAD_DTYPE, RT_BAD_SHAPE, RT_BAD_HEAD_DIM, RT_TOO_LARGE, RT_BAD_POINTER,
 //   RT_SHARED_MEMORY
 rt_status rt_attn_check_delta(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,

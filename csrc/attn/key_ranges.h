@@ -35,7 +35,7 @@ typedef struct position_range {
     int64_t begin, end;
 } position_range;
 
-static position_range find_position_range(const rt_attn_params *p, const query_tile *queries) {
+static position_range find_position_range(const rt_attn_block *p, const query_tile *queries) {
     position_range range = {INT64_MAX, INT64_MIN};
     const int64_t mask_row = queries->batch * p->mask_batch_stride + queries->first_token;
     for (int64_t token = mask_row; token < mask_row + queries->num_tokens; token++) {
@@ -52,7 +52,7 @@ static inline bool run_meets(const rt_run *run, position_range range) {
 }
 
 // The other side of the mask. A position that is no int32 is in no interval.
-static void find_positions(const rt_attn_params *p, const query_tile *queries, const rt_run *run, key_ranges *ranges) {
+static void find_positions(const rt_attn_block *p, const query_tile *queries, const rt_run *run, key_ranges *ranges) {
     const int64_t key = queries->batch * p->key_mask_batch_stride + run->local_begin;
     ranges->key_begin = p->key_begin + key, ranges->key_end = p->key_end + key;
     for (int64_t panel = 0; panel < queries->num_panels; panel++) {
@@ -72,7 +72,7 @@ static void find_positions(const rt_attn_params *p, const query_tile *queries, c
     }
 }
 
-static void find_ranges(const rt_attn_params *p, const query_tile *queries, const rt_run *run, key_ranges *ranges) {
+static void find_ranges(const rt_attn_block *p, const query_tile *queries, const rt_run *run, key_ranges *ranges) {
     const int64_t num_heads = queries->num_heads;
     const int64_t mask_row = queries->batch * p->mask_batch_stride + queries->first_token;
     for (int64_t token = 0; token < queries->num_tokens; token++) {

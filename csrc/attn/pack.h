@@ -13,17 +13,17 @@ typedef struct attn_input {
     int64_t dim;
 } attn_input;
 
-static inline attn_input input_q(const rt_attn_params *p) { return (attn_input){p->q, p->q_stride, p->head_dim}; }
-static inline attn_input input_k(const rt_attn_params *p) { return (attn_input){p->k, p->k_stride, p->head_dim}; }
-static inline attn_input input_v(const rt_attn_params *p) { return (attn_input){p->v, p->v_stride, p->v_head_dim}; }
-static inline attn_input input_dout(const rt_attn_params *p) {
-    return (attn_input){p->dout, p->dout_stride, p->v_head_dim};
+static inline attn_input input_q(const rt_attn_block *p) { return (attn_input){p->q, p->q_stride, p->head_dim}; }
+static inline attn_input input_k(const rt_attn_block *p) { return (attn_input){p->k, p->k_stride, p->head_dim}; }
+static inline attn_input input_v(const rt_attn_block *p) { return (attn_input){p->v, p->v_stride, p->v_head_dim}; }
+static inline attn_input input_dout(const rt_attn_bwd_params *p) {
+    return (attn_input){p->dout, p->dout_stride, p->block.v_head_dim};
 }
 
 // The words in which k q^T and v dout^T, the products of two inputs, read them: pairs of bf16 as they are where the CPU
 // multiplies such pairs, else numbers widened to the math type. Such products take subnormal inputs as 0 and flush
 // subnormal sums to 0, in any floating-point mode: an input x below 2^-126 times y is an error of |x y| in the sum.
-static inline word_kind input_kind(const rt_attn_params *p) {
+static inline word_kind input_kind(const rt_attn_block *p) {
 #if defined(RT_TILES)
     if (p->dtype == RT_BF16) return TILE_PAIRS;
 #elif defined(RT_BF16_PAIRS)
@@ -35,7 +35,7 @@ static inline word_kind input_kind(const rt_attn_params *p) {
 }
 
 // Numbers of scratch that tiles alone take.
-static inline int64_t for_tiles(const rt_attn_params *p, int64_t n) { return input_kind(p) == TILE_PAIRS ? n : 0; }
+static inline int64_t for_tiles(const rt_attn_block *p, int64_t n) { return input_kind(p) == TILE_PAIRS ? n : 0; }
 
 // Words that `dim` numbers take.
 static inline int64_t num_words(word_kind kind, int64_t dim) { return kind == REALS ? dim : (dim + 1) / 2; }
@@ -81,7 +81,7 @@ static inline bool is_zero(vec check) { return vec_reduce_sum(check) == 0; }
 
 // Packs rows first_row .. first_row + n - 1 of the tile's kv head of k or v as (n, padded). Returns whether all numbers
 // are finite. Rows often begin a new page, which the hardware does not prefetch across.
-static bool pack_keys(const rt_attn_params *p, const query_tile *queries, word_kind kind, attn_input x,
+static bool pack_keys(const rt_attn_block *p, const query_tile *queries, word_kind kind, attn_input x,
                       int64_t first_row, int64_t n, real *to) {
     enum { ROWS_AHEAD = 6 };
     const int64_t element_bytes = p->dtype == RT_F64 ? 8 : p->dtype == RT_F32 ? 4 : 2;
@@ -97,8 +97,8 @@ static bool pack_keys(const rt_attn_params *p, const query_tile *queries, word_k
 }
 
 // Packs a panel of q or dout as (PANEL, padded), with zeros after the last row. Returns whether all numbers are finite.
-static bool pack_queries(const rt_attn_params *p, const query_tile *queries, word_kind kind, attn_input x,
-                         int64_t panel, real *to) {
+static bool pack_queries(const rt_attn_block *p, const query_tile *queries, word_kind kind, attn_input x, int64_t panel,
+                         real *to) {
     const int64_t padded = row_words(kind, x.dim), num_rows = panel_rows(queries, panel);
     vec check = vec_set(0);
     for (int64_t i = 0; i < num_rows; i++) {

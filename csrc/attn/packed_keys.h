@@ -17,12 +17,12 @@ typedef struct key_block {
     bool finite;             // whether all numbers of the summed array are
 } key_block;
 
-static inline attn_input summed_input(const rt_attn_params *p, bool backward) {
+static inline attn_input summed_input(const rt_attn_block *p, bool backward) {
     return backward ? input_k(p) : input_v(p);
 }
 
 // Takes a block off a workspace. A shared one leaves out what a task needs for a while.
-static void take_block(const rt_attn_params *p, bool backward, bool shared, arena *from, key_block *b) {
+static void take_block(const rt_attn_block *p, bool backward, bool shared, arena *from, key_block *b) {
     const word_kind kind = input_kind(p);
     const int64_t dim = summed_input(p, backward).dim, k_words = TILE_KEYS * row_words(kind, p->head_dim);
     *b = (key_block){0};
@@ -35,7 +35,7 @@ static void take_block(const rt_attn_params *p, bool backward, bool shared, aren
 
 // Packs rows [first, n) of an array for tiles, counted from `row`, as (n, words), with zeros before them, and after
 // them up to a multiple of TILE_DEPTH.
-static void pack_tile_rows(const rt_attn_params *p, const query_tile *of, attn_input x, int64_t row, int64_t first,
+static void pack_tile_rows(const rt_attn_block *p, const query_tile *of, attn_input x, int64_t row, int64_t first,
                            int64_t n, real *to) {
     const int64_t words = row_words(TILE_PAIRS, x.dim);
     memset(to, 0, (size_t)(first * words) * sizeof(real));
@@ -44,7 +44,7 @@ static void pack_tile_rows(const rt_attn_params *p, const query_tile *of, attn_i
 }
 
 // Packs keys [begin, end) of the run, but reads none before `first`, which nothing attends.
-static void pack_block(const rt_attn_params *p, bool backward, const query_tile *of, const rt_run *run, int64_t begin,
+static void pack_block(const rt_attn_block *p, bool backward, const query_tile *of, const rt_run *run, int64_t begin,
                        int64_t end, int64_t first, key_block *b) {
     const int64_t row = run->local_begin + begin, n = end - begin, skipped = max64(first - begin, 0);
     const attn_input summed = summed_input(p, backward);
@@ -75,7 +75,7 @@ typedef struct shared_keys {
 
 // As forward_lay_out; 0 where nothing is shared: keys meet one query tile, or their runs would leave most blocks nearly
 // empty, or the workspace would be large.
-static int64_t shared_lay_out(const rt_attn_params *p, bool backward, char *workspace, shared_keys *s) {
+static int64_t shared_lay_out(const rt_attn_block *p, bool backward, char *workspace, shared_keys *s) {
     enum { MAX_BYTES = 1 << 28 };
     *s = (shared_keys){0};
     const attn_grid g = grid_of(p);
@@ -95,12 +95,12 @@ static int64_t shared_lay_out(const rt_attn_params *p, bool backward, char *work
     return space.num_bytes;
 }
 
-static int64_t attn_shared_bytes(const rt_attn_params *p, bool backward) {
+static int64_t attn_shared_bytes(const rt_attn_block *p, bool backward) {
     shared_keys s;
     return shared_lay_out(p, backward, NULL, &s);
 }
 
-static void attn_open_shared(const rt_attn_params *p, bool backward, char *workspace) {
+static void attn_open_shared(const rt_attn_block *p, bool backward, char *workspace) {
     shared_keys s;
     shared_lay_out(p, backward, workspace, &s);
     for (int64_t i = 0; i < p->batch * p->num_kv_heads * s.blocks_per_head; i++) atomic_init(&s.states[i], UNPACKED);
@@ -130,15 +130,14 @@ static run_blocks find_blocks(const shared_keys *shared, const query_tile *queri
 static inline int64_t num_run_blocks(const rt_run *run) { return (run->length + TILE_KEYS - 1) / TILE_KEYS; }
 
 // Where the first block begins. For tiles it does not depend on the query tile, so that blocks can be shared.
-static inline int64_t first_block_key(const rt_attn_params *p, const key_ranges *ranges) {
+static inline int64_t first_block_key(const rt_attn_block *p, const key_ranges *ranges) {
     return input_kind(p) == TILE_PAIRS ? ranges->first / TILE_KEYS * TILE_KEYS : ranges->first;
 }
 
 // The block of keys [begin, end): packs it into `own`; or, where tasks share blocks, packs it for all unless another
 // task has, or waits for the one that does.
-static key_block find_block(const rt_attn_params *p, bool backward, const query_tile *queries,
-                            const shared_keys *shared, const run_blocks *blocks, int64_t begin, int64_t end,
-                            const key_block *own) {
+static key_block find_block(const rt_attn_block *p, bool backward, const query_tile *queries, const shared_keys *shared,
+                            const run_blocks *blocks, int64_t begin, int64_t end, const key_block *own) {
     key_block b = *own;
     if (shared->states == NULL) {
         pack_block(p, backward, queries, blocks->run, begin, end, blocks->first, &b);
@@ -164,7 +163,7 @@ static key_block find_block(const rt_attn_params *p, bool backward, const query_
 }
 
 // For tiles, which read pairs: the summed array's numbers at keys [begin, end) of the run.
-static void unpack_numbers(const rt_attn_params *p, bool backward, const query_tile *queries, const run_blocks *blocks,
+static void unpack_numbers(const rt_attn_block *p, bool backward, const query_tile *queries, const run_blocks *blocks,
                            int64_t begin, int64_t end, real *numbers) {
     const attn_input x = summed_input(p, backward);
     const int64_t from = max64(begin, blocks->first);

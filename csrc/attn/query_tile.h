@@ -31,7 +31,7 @@ typedef struct attn_grid {
     int64_t num_tasks;                       // batch * num_kv_heads * head_tiles * token_tiles
 } attn_grid;
 
-static attn_grid grid_of(const rt_attn_params *p) {
+static attn_grid grid_of(const rt_attn_block *p) {
     attn_grid g = {0};
     if (p->batch == 0 || p->num_queries == 0) return g;
     const int64_t group = p->num_heads / p->num_kv_heads;
@@ -43,7 +43,7 @@ static attn_grid grid_of(const rt_attn_params *p) {
     return g;
 }
 
-static inline int64_t attn_num_tasks(const rt_attn_params *p) { return grid_of(p).num_tasks; }
+static inline int64_t attn_num_tasks(const rt_attn_block *p) { return grid_of(p).num_tasks; }
 
 // The rows of one task, and their place in the tensors.
 typedef struct query_tile {
@@ -51,7 +51,7 @@ typedef struct query_tile {
     int64_t num_rows, num_panels;
 } query_tile;
 
-static query_tile query_tile_of(const rt_attn_params *p, const attn_grid *g, int64_t task) {
+static query_tile query_tile_of(const rt_attn_block *p, const attn_grid *g, int64_t task) {
     const int64_t group = p->num_heads / p->num_kv_heads, num_pairs = p->batch * p->num_kv_heads;
     const int64_t pair = task % num_pairs, tile = task / num_pairs; // (batch, kv head), tile within it
     const int64_t head_tile = tile % g->head_tiles;

@@ -21,10 +21,10 @@ static void pair_keys(int64_t n, real *weights) {
 }
 
 // What the scores of a panel have yet to be multiplied by. Packed numbers of q include the scale, pairs only its sign.
-static inline real score_factor(const rt_attn_params *p) { return input_kind(p) == REALS ? 1 : (real)fabs(p->scale); }
+static inline real score_factor(const rt_attn_block *p) { return input_kind(p) == REALS ? 1 : (real)fabs(p->scale); }
 
 // c (keys, PANEL) = k q^T of rows of dim numbers, within a span of a packed panel.
-static product span_product(const rt_attn_params *p, const attn_span *at, int64_t dim, const real *k, const real *q,
+static product span_product(const rt_attn_block *p, const attn_span *at, int64_t dim, const real *k, const real *q,
                             real *c) {
     const word_kind kind = input_kind(p);
     const int64_t words = row_words(kind, dim);
@@ -43,7 +43,7 @@ static product span_product(const rt_attn_params *p, const attn_span *at, int64_
 
 // Applies the softcap to n keys of a panel: softcap * tanh(factor * scores / softcap). Returns what the scores have yet
 // to be multiplied by, which is above 0: masked scores, of -inf, stay so.
-static real cap_scores(const rt_attn_params *p, int64_t n, real *scores) {
+static real cap_scores(const rt_attn_block *p, int64_t n, real *scores) {
     const real softcap = (real)p->softcap, factor = score_factor(p);
     const vec inverse = vec_set(factor / softcap);
     for (int64_t i = 0; i < n * PANEL && softcap > 0; i += LANES)
@@ -64,17 +64,10 @@ static inline vec weight_exp(vec x) {
 #endif
 }
 
-static inline bool lse_is_f64(const rt_attn_params *p) { return p->lse_f64 || p->dtype == RT_F64; }
+static inline bool lse_is_f64(const rt_attn_block *p) { return p->lse_f64 || p->dtype == RT_F64; }
 
-static inline double load_lse(const rt_attn_params *p, int64_t i) {
-    return lse_is_f64(p) ? ((const double *)p->lse)[i] : (double)((const float *)p->lse)[i];
-}
-
-static inline void store_lse(const rt_attn_params *p, int64_t i, double lse) {
-    if (lse_is_f64(p))
-        ((double *)p->lse)[i] = lse;
-    else
-        ((float *)p->lse)[i] = (float)lse;
+static inline double load_lse(const rt_attn_block *p, const void *lse, int64_t i) {
+    return lse_is_f64(p) ? ((const double *)lse)[i] : (double)((const float *)lse)[i];
 }
 
 #endif // RINGTILE_ATTN_SCORES_H

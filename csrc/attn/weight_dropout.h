@@ -23,12 +23,12 @@ typedef struct dropout_rows {
     uint32_t query[TILE_ROWS], row[TILE_ROWS];
 } dropout_rows;
 
-static inline bool drops(const rt_attn_params *p) { return p->dropout > 0; }
+static inline bool drops(const rt_attn_block *p) { return p->dropout > 0; }
 
 // Numbers of scratch that a tile of factors takes.
-static inline int64_t num_factors(const rt_attn_params *p) { return drops(p) ? TILE_KEYS * PANEL : 0; }
+static inline int64_t num_factors(const rt_attn_block *p) { return drops(p) ? TILE_KEYS * PANEL : 0; }
 
-static void find_dropout_rows(const rt_attn_params *p, const query_tile *queries, dropout_rows *rows) {
+static void find_dropout_rows(const rt_attn_block *p, const query_tile *queries, dropout_rows *rows) {
     for (int64_t row = 0; row < queries->num_panels * PANEL; row++) {
         const bool used = row < queries->num_rows;
         rows->query[row] = used ? (uint32_t)p->q_positions[row_token(queries, row)] : 0;
@@ -37,7 +37,7 @@ static void find_dropout_rows(const rt_attn_params *p, const query_tile *queries
 }
 
 // factors (keys, PANEL): 0, or 1 / (1 - dropout) where a weight stays; for keys [begin, end) of the run.
-static void dropout_panel(const rt_attn_params *p, const dropout_rows *rows, const rt_run *run, int64_t panel,
+static void dropout_panel(const rt_attn_block *p, const dropout_rows *rows, const rt_run *run, int64_t panel,
                           int64_t begin, int64_t end, real *factors) {
     const rt_dropout_rule rule = rt_dropout_rule_of(p->dropout);
     const real scale = (real)rule.scale;

@@ -22,16 +22,16 @@ typedef struct rt_kernels {
     // attn_*_scratch_bytes(p). progress (attn_num_tasks): zeros before the first task; orders the tasks
     // (attn/backward.inc). shared: what the tasks share, of attn_shared_bytes(p, backward), which attn_open_shared has
     // opened for the call; NULL if that is 0 (attn/packed_keys.h).
-    int64_t (*attn_num_tasks)(const rt_attn_params *p);
-    int64_t (*attn_forward_scratch_bytes)(const rt_attn_params *p);
-    int64_t (*attn_backward_scratch_bytes)(const rt_attn_params *p);
-    int64_t (*attn_shared_bytes)(const rt_attn_params *p, bool backward);
-    void (*attn_open_shared)(const rt_attn_params *p, bool backward, char *shared);
-    void (*attn_forward)(const rt_attn_params *p, int64_t task, char *shared, char *workspace);
-    void (*attn_backward)(const rt_attn_params *p, int64_t task, _Atomic int64_t *progress, char *shared,
+    int64_t (*attn_num_tasks)(const rt_attn_block *p);
+    int64_t (*attn_forward_scratch_bytes)(const rt_attn_block *p);
+    int64_t (*attn_backward_scratch_bytes)(const rt_attn_block *p);
+    int64_t (*attn_shared_bytes)(const rt_attn_block *p, bool backward);
+    void (*attn_open_shared)(const rt_attn_block *p, bool backward, char *shared);
+    void (*attn_forward)(const rt_attn_fwd_params *p, int64_t task, char *shared, char *workspace);
+    void (*attn_backward)(const rt_attn_bwd_params *p, int64_t task, _Atomic int64_t *progress, char *shared,
                           char *workspace);
     // Keys [first, last) of rounded_dk and rounded_dv from dk and dv, counted over all batches.
-    void (*attn_round_keys)(const rt_attn_params *p, int64_t first, int64_t last);
+    void (*attn_round_keys)(const rt_attn_bwd_params *p, int64_t first, int64_t last);
     // Tokens [first, last) of rt_attn_delta, counted over all batches.
     void (*attn_delta)(const rt_attn_delta_params *p, const void *dout, const void *out, const double *dlse,
                        void *delta, int64_t first, int64_t last);

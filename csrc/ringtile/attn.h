@@ -10,9 +10,10 @@ extern "C" {
 
 enum { RT_MAX_HEAD_DIM = 512 };
 
-// One block of keys against all local queries. Forward and backward share the struct.
-typedef struct rt_attn_params {
+// One block of keys against all local queries: what forward and backward read of it.
+typedef struct rt_attn_block {
     rt_dtype dtype; // of q, k, v, dout. State and gradients are f32, or f64 if dtype is RT_F64.
+    bool lse_f64;   // lse is f64 even if the state is f32, so that it is not rounded between the calls of a ring
     int64_t batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim, v_head_dim;
     double scale;   // scores are scale * q.k
     double softcap; // 0: off; else scores become softcap * tanh(scale * q.k / softcap)
@@ -40,47 +41,50 @@ typedef struct rt_attn_params {
 
     const int64_t *q_positions; // (N): the global position of each query. Read with dropout or key_begin only
 
-    // Outputs are uninitialized: overwritten, never read. Forward: out and lse, 0 and -inf for queries that attend no
-    // key. Backward: dk and dv (not dq), 0 for keys that no query attends; the runs must hold every key.
-    bool fresh;
+    void *workspace; // of the pass; 64-byte aligned
+    int64_t workspace_bytes;
+} rt_attn_block;
 
-    // Forward: read and written (fresh: only written). Backward: lse is read.
-    void *out;    // (B, N, H, Dv) state dtype: softmax-weighted mean of the values seen so far
-    void *lse;    // (B, H, N) contiguous: log-sum-exp of the scores seen so far, -inf before the first block
-    bool lse_f64; // lse is f64 even if the state is f32, so that it is not rounded between the calls of a ring
+typedef struct rt_attn_fwd_params {
+    rt_attn_block block;
+    bool fresh; // out and lse are uninitialized: overwritten, never read; 0 and -inf for queries that attend no key
+    void *out;  // (B, N, H, Dv) state dtype, read and written: softmax-weighted mean of the values seen so far
+    void *lse;  // (B, H, N) contiguous, likewise: log-sum-exp of the scores seen so far, -inf before the first block
     int64_t out_stride[3];
+    // Contiguous, or NULL. In the call that finishes out, what it would hold is written here, rounded to dtype, and it
+    // is left with any numbers; a fresh forward that rounds takes no out (NULL).
+    void *rounded_out; // (B, N, H, Dv) dtype
+} rt_attn_fwd_params;
 
-    // Contiguous, or NULL. In the call that finishes a result, what out, or dk and dv, would hold is written here,
-    // rounded to dtype, and they are left with any numbers; a fresh forward that rounds takes no out (NULL).
-    void *rounded_out; // (B, N, H, Dv) dtype. Forward
-    void *rounded_dk;  // (B, K, G, D)  dtype. Backward, both or none, with fresh
-    void *rounded_dv;  // (B, K, G, Dv) dtype
-
-    // Backward only.
+typedef struct rt_attn_bwd_params {
+    rt_attn_block block;
+    // dk and dv (not dq) are uninitialized, as in a forward: 0 for keys that no query attends. The runs must hold every
+    // key.
+    bool fresh;
+    const void *lse;   // (B, H, N) contiguous: of all keys
     const void *dout;  // (B, N, H, Dv) dtype
     const void *delta; // (B, H, N) contiguous, state dtype: sum over Dv of dout * out, minus dlse
     void *dq;          // (B, N, H, D)  state dtype, added to
     void *dk;          // (B, K, G, D)  state dtype, added to (fresh: written)
     void *dv;          // (B, K, G, Dv) state dtype, added to (fresh: written)
     int64_t dout_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
+    void *rounded_dk; // (B, K, G, D)  dtype, as in a forward; both or none, with fresh
+    void *rounded_dv; // (B, K, G, Dv) dtype
+} rt_attn_bwd_params;
 
-    void *workspace; // 64-byte aligned
-    int64_t workspace_bytes;
-} rt_attn_params;
-
-// Bytes of workspace for p with num_workers workers, by its dtype and sizes; 0 if they are malformed or too large.
-int64_t rt_attn_fwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers);
-int64_t rt_attn_bwd_workspace_bytes(const rt_attn_params *p, int64_t num_workers);
+// Bytes of workspace with num_workers workers, by the block's dtype and sizes; 0 if they are malformed or too large.
+int64_t rt_attn_fwd_workspace_bytes(const rt_attn_block *block, int64_t num_workers);
+int64_t rt_attn_bwd_workspace_bytes(const rt_attn_block *block, int64_t num_workers);
 
 // Merges the block into out and lse (online softmax; FlashAttention, arXiv:2205.14135, alg. 1, and the ring merge of
 // arXiv:2310.01889): out -= sigmoid(lse_block - lse) * (out - out_block).
 // What is not finite spreads along attended pairs only: a value to its element of out, even with a weight of 0; a score
 // of NaN or inf to all of out and lse. The same elements are not finite however the keys are cut into blocks.
-rt_status rt_attn_fwd(const rt_attn_params *p, rt_parallel parallel);
+rt_status rt_attn_fwd(const rt_attn_fwd_params *p, rt_parallel parallel);
 // Adds the block's gradients, given the final lse and delta (arXiv:2205.14135, alg. 4):
 //   P = exp(scores - lse), dV += P^T dO, dS = P * (dO V^T - delta), dQ += scale dS K, dK += scale dS^T Q;
 // with dropout, dV += (P Z)^T dO and dS = P * (Z * dO V^T - delta).
-rt_status rt_attn_bwd(const rt_attn_params *p, rt_parallel parallel);
+rt_status rt_attn_bwd(const rt_attn_bwd_params *p, rt_parallel parallel);
 
 // The delta of rt_attn_bwd: sum over Dv of dout * out, minus dlse (D in arXiv:2205.14135, alg. 4).
 typedef struct rt_attn_delta_params {

@@ -54,22 +54,28 @@ struct Place : Op {
         TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device.index(), &stream));
         return stream;
     }
-    static int64_t attn_fwd_bytes(const rt_attn_params *p) { return rt_cuda_attn_fwd_workspace_bytes(p); }
-    static int64_t attn_bwd_bytes(const rt_attn_params *p) { return rt_cuda_attn_bwd_workspace_bytes(p); }
+    static int64_t workspace_bytes(const rt_attn_fwd_params &p) { return rt_cuda_attn_fwd_workspace_bytes(&p); }
+    static int64_t workspace_bytes(const rt_attn_bwd_params &p) { return rt_cuda_attn_bwd_workspace_bytes(&p); }
 #else
     Place(const char *op, const Tensor &x) : Op(op, Arg{op, "the first tensor", x}.x.device()) {}
 
     rt_parallel queue() const { return torch_threads(); }
-    int64_t attn_fwd_bytes(const rt_attn_params *p) const {
-        return rt_attn_fwd_workspace_bytes(p, queue().num_workers);
+    int64_t workspace_bytes(const rt_attn_fwd_params &p) const {
+        return rt_attn_fwd_workspace_bytes(&p.block, queue().num_workers);
     }
-    int64_t attn_bwd_bytes(const rt_attn_params *p) const {
-        return rt_attn_bwd_workspace_bytes(p, queue().num_workers);
+    int64_t workspace_bytes(const rt_attn_bwd_params &p) const {
+        return rt_attn_bwd_workspace_bytes(&p.block, queue().num_workers);
     }
 #endif
 
-    // Scratch from torch's allocator, which aligns to 64 bytes.
-    Tensor bytes(int64_t count) const { return torch::stable::empty({count}, ScalarType::Byte, std::nullopt, device); }
+    // Scratch of attention from torch's allocator, which aligns to 64 bytes; to be kept until the call returns.
+    template <class Params> Tensor workspace_of(Params &p) const {
+        p.block.workspace_bytes = workspace_bytes(p);
+        const Tensor workspace =
+            torch::stable::empty({p.block.workspace_bytes}, ScalarType::Byte, std::nullopt, device);
+        p.block.workspace = workspace.data_ptr();
+        return workspace;
+    }
 };
 
 // ---- attention ---------------------------------------------------------------------------------
@@ -93,9 +99,8 @@ struct KeyMaskArgs {
 
 // The arguments that forward and backward share.
 struct BlockArgs {
-    const Tensor &q, &k, &v, &begin, &end, &k_runs;
+    const Tensor &q, &k, &v, &begin, &end, &k_runs, &lse;
     double scale, softcap;
-    bool fresh;
 };
 
 // An int64 (count) tensor that is needed because of something else.
@@ -105,7 +110,7 @@ const int64_t *numbers(const Op &op, const char *name, const char *because, cons
     return op.dense<const int64_t>(name, *numbers, ScalarType::Long, {count});
 }
 
-void set_dropout(rt_attn_params &p, const Op &op, const DropoutArgs &in) {
+void set_dropout(rt_attn_block &p, const Op &op, const DropoutArgs &in) {
     p.dropout = in.probability;
     p.seed = word_of(op, "seed", in.seed), p.step = word_of(op, "step", in.step);
     p.stream = word_of(op, "stream", in.stream);
@@ -114,7 +119,7 @@ void set_dropout(rt_attn_params &p, const Op &op, const DropoutArgs &in) {
     p.q_positions = numbers(op, "positions", "dropout is above 0", in.positions, p.num_queries);
 }
 
-void set_key_mask(rt_attn_params &p, const Op &op, const KeyMaskArgs &in) {
+void set_key_mask(rt_attn_block &p, const Op &op, const KeyMaskArgs &in) {
     require(in.begin.has_value() == in.end.has_value(), op.name, "only one of key_begin and key_end is given");
     if (!in.begin.has_value()) return;
     p.key_begin = op.mask("key_begin", *in.begin, p.batch, p.num_keys, p.key_mask_batch_stride);
@@ -122,18 +127,18 @@ void set_key_mask(rt_attn_params &p, const Op &op, const KeyMaskArgs &in) {
     p.q_positions = numbers(op, "positions", "there is a key_begin", in.positions, p.num_queries);
 }
 
-// Their params, from checked tensors. lse (B, H, N) has the state dtype or, so that it is not rounded between calls,
-// float64.
-rt_attn_params attn_params(const Op &op, const BlockArgs &in, const DropoutArgs &dropout, const KeyMaskArgs &keys,
-                           const Tensor &lse) {
+// Their part of the params, from checked tensors, and lse (B, H, N): of the state dtype or, so that it is not rounded
+// between calls, float64.
+std::pair<rt_attn_block, void *> attn_block(const Op &op, const BlockArgs &in, const DropoutArgs &dropout,
+                                            const KeyMaskArgs &keys) {
     const Tensor &q = in.q, &k = in.k, &v = in.v;
     op.arg("q", q).dim(4), op.arg("k", k).dim(4), op.arg("v", v).dim(4);
     const int64_t B = q.size(0), N = q.size(1), H = q.size(2), K = k.size(1), G = k.size(2);
     const ScalarType dtype = op.arg("q", q).scalar_type();
-    rt_attn_params p = {};
+    rt_attn_block p = {};
     p.batch = B, p.num_queries = N, p.num_keys = K, p.num_heads = H, p.num_kv_heads = G;
     p.head_dim = q.size(3), p.v_head_dim = v.size(3);
-    p.scale = in.scale, p.softcap = in.softcap, p.fresh = in.fresh;
+    p.scale = in.scale, p.softcap = in.softcap;
     p.q = op.rows("q", q, dtype, {B, N, H, p.head_dim}, p.q_stride);
     p.k = op.rows("k", k, dtype, {B, K, G, p.head_dim}, p.k_stride);
     p.v = op.rows("v", v, dtype, {B, K, G, p.v_head_dim}, p.v_stride);
@@ -143,9 +148,8 @@ rt_attn_params attn_params(const Op &op, const BlockArgs &in, const DropoutArgs 
     std::tie(p.k_runs, p.num_k_runs) = runs_of(in.k_runs, op.name, "k_runs");
     set_dropout(p, op, dropout);
     set_key_mask(p, op, keys);
-    p.lse_f64 = op.arg("lse", lse).scalar_type() == ScalarType::Double;
-    p.lse = op.dense("lse", lse, p.lse_f64 ? ScalarType::Double : state_dtype(p.dtype), {B, H, N});
-    return p;
+    p.lse_f64 = op.arg("lse", in.lse).scalar_type() == ScalarType::Double;
+    return {p, op.dense("lse", in.lse, p.lse_f64 ? ScalarType::Double : state_dtype(p.dtype), {B, H, N})};
 }
 
 void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &begin, const Tensor &end,
@@ -153,16 +157,17 @@ void attn_fwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
                int64_t seed, int64_t step, int64_t stream, std::optional<Tensor> rows, std::optional<Tensor> positions,
                std::optional<Tensor> rounded_out, std::optional<Tensor> key_begin, std::optional<Tensor> key_end) {
     const Place op("attn_fwd_", q);
-    rt_attn_params p =
-        attn_params(op, {q, k, v, begin, end, k_runs, scale, softcap, fresh},
-                    {dropout, seed, step, stream, rows, positions}, {key_begin, key_end, positions}, lse);
-    const std::vector<int64_t> sizes = {p.batch, p.num_queries, p.num_heads, p.v_head_dim};
+    rt_attn_fwd_params p = {};
+    std::tie(p.block, p.lse) =
+        attn_block(op, {q, k, v, begin, end, k_runs, lse, scale, softcap},
+                   {dropout, seed, step, stream, rows, positions}, {key_begin, key_end, positions});
+    const rt_attn_block &b = p.block;
+    p.fresh = fresh;
+    const std::vector<int64_t> sizes = {b.batch, b.num_queries, b.num_heads, b.v_head_dim};
     p.rounded_out = op.dense("rounded_out", rounded_out, q.scalar_type(), sizes);
-    const bool has_out = !fresh || !rounded_out.has_value() || op.arg("out", out).dtype(state_dtype(p.dtype)).x.numel();
-    if (has_out) p.out = op.rows("out", out, state_dtype(p.dtype), sizes, p.out_stride);
-    p.workspace_bytes = op.attn_fwd_bytes(&p);
-    const Tensor workspace = op.bytes(p.workspace_bytes);
-    p.workspace = workspace.data_ptr();
+    const bool has_out = !fresh || !rounded_out.has_value() || op.arg("out", out).dtype(state_dtype(b.dtype)).x.numel();
+    if (has_out) p.out = op.rows("out", out, state_dtype(b.dtype), sizes, p.out_stride);
+    const Tensor workspace = op.workspace_of(p);
     check(RT_CORE(attn_fwd)(&p, op.queue()), op.name);
 }
 
@@ -173,12 +178,14 @@ void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
                std::optional<Tensor> rounded_dk, std::optional<Tensor> rounded_dv, std::optional<Tensor> key_begin,
                std::optional<Tensor> key_end) {
     const Place op("attn_bwd_", q);
-    rt_attn_params p =
-        attn_params(op, {q, k, v, begin, end, k_runs, scale, softcap, fresh},
-                    {dropout, seed, step, stream, rows, positions}, {key_begin, key_end, positions}, lse);
-    const ScalarType dtype = q.scalar_type(), state = state_dtype(p.dtype);
-    const int64_t B = p.batch, N = p.num_queries, K = p.num_keys, H = p.num_heads, G = p.num_kv_heads;
-    const int64_t D = p.head_dim, Dv = p.v_head_dim;
+    rt_attn_bwd_params p = {};
+    std::tie(p.block, p.lse) =
+        attn_block(op, {q, k, v, begin, end, k_runs, lse, scale, softcap},
+                   {dropout, seed, step, stream, rows, positions}, {key_begin, key_end, positions});
+    p.fresh = fresh;
+    const ScalarType dtype = q.scalar_type(), state = state_dtype(p.block.dtype);
+    const int64_t B = q.size(0), N = q.size(1), K = k.size(1), H = q.size(2), G = k.size(2);
+    const int64_t D = q.size(3), Dv = v.size(3);
     p.dout = op.rows("dout", dout, dtype, {B, N, H, Dv}, p.dout_stride);
     p.delta = op.dense("delta", delta, state, {B, H, N});
     p.dq = op.rows("dq", dq, state, {B, N, H, D}, p.dq_stride);
@@ -186,9 +193,7 @@ void attn_bwd_(const Tensor &q, const Tensor &k, const Tensor &v, const Tensor &
     p.dv = op.rows("dv", dv, state, {B, K, G, Dv}, p.dv_stride);
     p.rounded_dk = op.dense("rounded_dk", rounded_dk, dtype, {B, K, G, D});
     p.rounded_dv = op.dense("rounded_dv", rounded_dv, dtype, {B, K, G, Dv});
-    p.workspace_bytes = op.attn_bwd_bytes(&p);
-    const Tensor workspace = op.bytes(p.workspace_bytes);
-    p.workspace = workspace.data_ptr();
+    const Tensor workspace = op.workspace_of(p);
     check(RT_CORE(attn_bwd)(&p, op.queue()), op.name);
 }
 

@@ -79,13 +79,13 @@ RT_DEVICE void multiply_dscores(accumulator<1, N> &dq, typename Shape::dscore_ti
 template <class Shape, int N>
 RT_DEVICE void add_query_rows(const typename Shape::walk &walk, typename Shape::walk::place at,
                               const accumulator<1, N> &dq) {
-    const rt_attn_params &p = walk.args.p;
+    const rt_attn_block &p = walk.args.p;
     const float factor = (float)fabs(p.scale);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         const int token = at.tile * Shape::QUERIES + Shape::query_part() * 16 + 8 * r + lane_index() / 4;
         if (token >= p.num_queries) continue;
-        float *const row = dq_of(p).at(walk.keys().batch, token, walk.head_of(at));
+        float *const row = dq_of(walk.args.bwd).at(walk.keys().batch, token, walk.head_of(at));
         update_row<Shape::COLUMN_PARTS>(
             row, row, (int)p.head_dim, walk.args.in_pairs, true, dq, r,
             [&](float before, float x) { return before + factor * x; }, Shape::column_part());
@@ -95,10 +95,10 @@ RT_DEVICE void add_query_rows(const typename Shape::walk &walk, typename Shape::
 // WITH_K: sums dk and adds to dq.   WITH_V: sums dv.
 template <class T, int D, int DV, bool WITH_K, bool WITH_V>
 RT_KERNEL((backward_shape<D, DV>::THREADS), (backward_shape<D, DV>::MOST_CTAS))
-attn_bwd_kernel(RT_PARAMS attn_args args) {
+attn_bwd_kernel(RT_PARAMS bwd_args args) {
     using shape = backward_shape<D, DV>;
     constexpr int THREADS = shape::THREADS, QUERIES = shape::QUERIES, N = QUERIES / 8;
-    const rt_attn_params &p = args.p;
+    const rt_attn_block &p = args.p;
     const shared_ref<typename shape::shared_memory> smem{shared_base()};
     const tile<shape::KEYS, D> k_tile{RT_SHARED(smem, k)};
     const tile<shape::KEYS, DV> v_tile{RT_SHARED(smem, v)};
@@ -118,14 +118,14 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
 
     auto at = walk.first();
     if (walk.ended(at)) {
-        if constexpr (WITH_K) clear_key_rows<T, shape::KEYS>(walk, dk_of(p), p.rounded_dk);
-        if constexpr (WITH_V) clear_key_rows<T, shape::KEYS>(walk, dv_of(p), p.rounded_dv);
+        if constexpr (WITH_K) clear_key_rows<T, shape::KEYS>(walk, dk_of(args.bwd), args.bwd.rounded_dk);
+        if constexpr (WITH_V) clear_key_rows<T, shape::KEYS>(walk, dv_of(args.bwd), args.bwd.rounded_dv);
         return;
     }
     load_keys<THREADS>(k_tile, k_of<T>(p), args, walk.keys());
     if constexpr (WITH_K) load_keys<THREADS>(v_tile, v_of<T>(p), args, walk.keys());
     load_rows(q_tile, q_of<T>(p), at);
-    load_rows(dout_tile, dout_of<T>(p), at);
+    load_rows(dout_tile, dout_of<T>(args.bwd), at);
     cp_async_commit_group();
     numbers.store(at, thread_index(), numbers.fetch(at, thread_index()));
     walk.store_warp_positions();
@@ -176,7 +176,7 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
         syncthreads(); // dS is stored, and all warps are done with q, dout and their numbers
         if (!walk.ended(next)) {
             load_rows(q_tile, q_of<T>(p), next);
-            load_rows(dout_tile, dout_of<T>(p), next);
+            load_rows(dout_tile, dout_of<T>(args.bwd), next);
         }
         cp_async_commit_group();
         const auto next_numbers = numbers.fetch(next, thread_index());
@@ -202,17 +202,17 @@ attn_bwd_kernel(RT_PARAMS attn_args args) {
     add_in_turn(
         walk, [] { syncthreads(); },
         [&] {
-            if constexpr (WITH_K) add_key_rows<T>(walk, dk_of(p), p.rounded_dk, (float)p.scale, dk);
-            if constexpr (WITH_V) add_key_rows<T>(walk, dv_of(p), p.rounded_dv, 1, dv);
+            if constexpr (WITH_K) add_key_rows<T>(walk, dk_of(args.bwd), args.bwd.rounded_dk, (float)p.scale, dk);
+            if constexpr (WITH_V) add_key_rows<T>(walk, dv_of(args.bwd), args.bwd.rounded_dv, 1, dv);
         });
 }
 
 // One launch, or one each for dk and dv if registers cannot hold both.
-template <class T, int D, int DV> rt_status attn_bwd(const rt_attn_params &p, void *stream) {
+template <class T, int D, int DV> rt_status attn_bwd(const rt_attn_bwd_params &p, void *stream) {
     using shape = backward_shape<D, DV>;
-    if (p.num_queries == 0 && !p.fresh) return RT_OK;
-    return for_runs(p, [&](const attn_args &of) {
-        attn_args args = divide_heads<shape::KEYS>(of, shape::MOST_CTAS);
+    if (p.block.num_queries == 0 && !p.fresh) return RT_OK;
+    return for_runs(p, [&](bwd_args args) {
+        divide_heads<shape::KEYS>(args, shape::MOST_CTAS);
         const auto start = [&](auto kernel) {
             const rt_status status = fill_workspace<shape::QUERIES, shape::KEYS>(args, stream);
             if (status != RT_OK) return status;

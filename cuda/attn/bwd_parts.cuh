@@ -27,15 +27,15 @@ template <class Shape> struct query_numbers {
 
     // Zeros behind the last query and behind the end of the walk.
     RT_DEVICE numbers fetch(typename Shape::walk::place at, int query) const {
-        const rt_attn_params &p = walk.args.p;
+        const rt_attn_block &p = walk.args.p;
         const int token = at.tile * Shape::TILE + query, batch = walk.keys().batch;
         if (walk.ended(at) || query >= Shape::TILE || token >= p.num_queries) return {{0, 0}, 0, 0};
         const int64_t mask_at = batch * p.mask_batch_stride + token;
         const int64_t row = (batch * p.num_heads + walk.head_of(at)) * p.num_queries + token;
-        const float lse = (float)(load_lse(p, row) * LOG2_E);
+        const float lse = (float)(load_lse(p, walk.args.bwd.lse, row) * LOG2_E);
         return {{ld_global(p.begin + mask_at), ld_global(p.end + mask_at)},
                 lse == -INFINITY ? INFINITY : lse,
-                ld_global((const float *)p.delta + row)};
+                ld_global((const float *)walk.args.bwd.delta + row)};
     }
     RT_DEVICE void store(typename Shape::walk::place place, int query, const numbers &of) const {
         if (query >= Shape::TILE) return;
@@ -85,7 +85,7 @@ template <class Shape> struct query_numbers {
     }
     // The same by the mask's second side.
     template <int N> RT_DEVICE void mask_scores_by_keys(accumulator<1, N> &scores) const {
-        const rt_attn_params &p = walk.args.p;
+        const rt_attn_block &p = walk.args.p;
         const interval queries[2] = {walk.queries_of_row(lane_row<1>(0)), walk.queries_of_row(lane_row<1>(1))};
         const int tile = ld_shared(RT_SHARED(at, tile)),
                   first_token = tile * Shape::TILE + first + lane_index() % 4 * 2;

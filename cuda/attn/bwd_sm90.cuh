@@ -28,7 +28,7 @@
 #include "tma_tile.cuh"
 
 struct attn_bwd_sm90_args {
-    attn_args attn;
+    bwd_args attn;
     tensor_map q, dout, dq, k, v;
 };
 
@@ -208,10 +208,10 @@ RT_DEVICE void store_dq(shared_ref<chunk[backward_sm90_shape<D, SIDES>::BOXES][6
 }
 
 template <class T, int D, int SIDES>
-RT_DEVICE void consume_queries(const attn_args &args, typename backward_sm90_shape<D, SIDES>::shared smem,
+RT_DEVICE void consume_queries(const bwd_args &args, typename backward_sm90_shape<D, SIDES>::shared smem,
                                const typename backward_sm90_shape<D, SIDES>::walk &walk) {
     using shape = backward_sm90_shape<D, SIDES>;
-    const rt_attn_params &p = args.p;
+    const rt_attn_block &p = args.p;
     const int group = shfl_sync(warp_index() / 4, 0); // shows the compiler that it is uniform in the warp
     accumulator<1, D / 8> dk, dv;
     clear<1, D / 8>(dk);
@@ -324,13 +324,13 @@ RT_DEVICE void consume_queries(const attn_args &args, typename backward_sm90_sha
         warpgroup_fence_operand(dv[0]);
         arrive_as_warp(RT_SHARED(RT_SHARED(smem, ring)[n % 2], empty));
     }
-    if (n == 0 && walk.adds_to_keys() && p.rounded_dk == nullptr)
+    if (n == 0 && walk.adds_to_keys() && args.bwd.rounded_dk == nullptr)
         return; // and so do the tile's other parts, but for a first one's zeros
     add_in_turn(
         walk, [] { named_barrier_sync(1, 32 * shape::CONSUMERS); },
         [&] {
-            add_key_rows<T>(walk, dk_of(p), p.rounded_dk, (float)p.scale, dk);
-            add_key_rows<T>(walk, dv_of(p), p.rounded_dv, 1, dv);
+            add_key_rows<T>(walk, dk_of(args.bwd), args.bwd.rounded_dk, (float)p.scale, dk);
+            add_key_rows<T>(walk, dv_of(args.bwd), args.bwd.rounded_dv, 1, dv);
         });
 }
 
@@ -365,17 +365,18 @@ attn_bwd_sm90_kernel(RT_PARAMS attn_bwd_sm90_args args) {
     }
 }
 
-template <class T, int D> rt_status attn_bwd_sm90(const rt_attn_params &p, void *stream) {
+template <class T, int D> rt_status attn_bwd_sm90(const rt_attn_bwd_params &p, void *stream) {
+    const rt_attn_block &b = p.block;
     using shape = backward_sm90_shape<D, ONE_SIDE>;
     const auto kernel =
-        p.key_begin == NULL ? attn_bwd_sm90_kernel<T, D, ONE_SIDE> : attn_bwd_sm90_kernel<T, D, TWO_SIDES>;
-    return for_runs(p, [&](const attn_args &attn) {
-        attn_bwd_sm90_args args;
-        args.attn = divide_heads<shape::KEYS>(attn, 1);
+        b.key_begin == NULL ? attn_bwd_sm90_kernel<T, D, ONE_SIDE> : attn_bwd_sm90_kernel<T, D, TWO_SIDES>;
+    return for_runs(p, [&](const bwd_args &attn) {
+        attn_bwd_sm90_args args = {attn, {}, {}, {}, {}, {}};
+        divide_heads<shape::KEYS>(args.attn, 1);
         const bool mapped =
-            map_queries(args.q, p, q_of<T>(p), shape::TILE) && map_queries(args.dout, p, dout_of<T>(p), shape::TILE) &&
-            map_queries(args.dq, p, dq_of(p), shape::BOX_ROWS) && map_keys(args.k, p, k_of<T>(p), shape::KEYS) &&
-            map_keys(args.v, p, v_of<T>(p), shape::KEYS);
+            map_queries(args.q, b, q_of<T>(b), shape::TILE) && map_queries(args.dout, b, dout_of<T>(p), shape::TILE) &&
+            map_queries(args.dq, b, dq_of(p), shape::BOX_ROWS) && map_keys(args.k, b, k_of<T>(b), shape::KEYS) &&
+            map_keys(args.v, b, v_of<T>(b), shape::KEYS);
         if (!mapped) return RT_CUDA;
         const rt_status status = fill_workspace<shape::TILE, shape::KEYS>(args.attn, stream);
         return status != RT_OK ? status

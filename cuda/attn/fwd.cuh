@@ -46,10 +46,11 @@ RT_DEVICE void add_values(accumulator<M, KEYS / 8> &scores, float scale_log2, co
     }
 }
 
-template <class T, int D, int DV> RT_KERNEL((forward_shape<D, DV>::THREADS)) attn_fwd_kernel(RT_PARAMS attn_args args) {
+template <class T, int D, int DV> RT_KERNEL((forward_shape<D, DV>::THREADS)) attn_fwd_kernel(RT_PARAMS fwd_args args) {
     using shape = forward_shape<D, DV>;
     constexpr int M = shape::M, N = shape::KEYS / 8, THREADS = shape::THREADS;
-    const rt_attn_params &p = args.p;
+    const rt_attn_block &p = args.p;
+    const rt_attn_fwd_params &to = args.fwd;
 
     const shared_ref<typename shape::shared_memory> smem{shared_base()};
     const tile<shape::ROWS, D> q{RT_SHARED(smem, q)};
@@ -100,17 +101,17 @@ template <class T, int D, int DV> RT_KERNEL((forward_shape<D, DV>::THREADS)) att
     }
     const query_tile tile = query_tile_of_cta<shape::ROWS>(args);
     merge_rows(args, tile, rows, [&](int r, int token, bool read, auto combine) {
-        if (!args.rounds_out) return update_out(args, tile, o, r, token, read, combine);
-        update_row(out_of(p).at(tile.batch, token, tile.head), rounded_out_at<T>(p, tile.batch, token, tile.head),
+        if (to.rounded_out == nullptr) return update_out(args, tile, o, r, token, read, combine);
+        update_row(out_of(to).at(tile.batch, token, tile.head), rounded_out_at<T>(to, tile.batch, token, tile.head),
                    (int)p.v_head_dim, args.in_pairs, read, o, r, combine);
     });
 }
 
-template <class T, int D, int DV> rt_status attn_fwd(const rt_attn_params &p, void *stream) {
+template <class T, int D, int DV> rt_status attn_fwd(const rt_attn_fwd_params &p, void *stream) {
     using shape = forward_shape<D, DV>;
-    return for_runs(p, [&](attn_args args) {
-        args.section = kv_heads_of_section(p);
-        const rt_status status = fill_mask_tiles<shape::ROWS, shape::KEYS>(args, p.workspace, stream);
+    return for_runs(p, [&](fwd_args args) {
+        args.section = kv_heads_of_section(p.block);
+        const rt_status status = fill_mask_tiles<shape::ROWS, shape::KEYS>(args, p.block.workspace, stream);
         if (status != RT_OK) return status;
         return launch(attn_fwd_kernel<T, D, DV>, query_grid<shape::ROWS>(args), shape::THREADS,
                       sizeof(typename shape::shared_memory), stream, args);

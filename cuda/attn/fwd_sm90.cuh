@@ -23,7 +23,7 @@
 #include "tma_tile.cuh"
 
 struct attn_sm90_args {
-    attn_args attn;
+    fwd_args attn;
     tensor_map q, k, v, out; // out: of rounded_out, if there is one
 };
 
@@ -103,7 +103,7 @@ template <class T, int D, int DV, int SIDES>
 RT_DEVICE void store_rounded(const attn_sm90_args &args, typename forward_sm90_shape<D, DV, SIDES>::shared smem,
                              const softmax_rows<1> &rows, const accumulator<1, DV / 8> &o) {
     using shape = forward_sm90_shape<D, DV, SIDES>;
-    const rt_attn_params &p = args.attn.p;
+    const rt_attn_fwd_params &p = args.attn.fwd;
     const query_tile at = query_tile_of_cta<shape::ROWS>(args.attn);
     const int lane_col = lane_index() % 4 * 2;
     merge_rows(args.attn, at, rows, [&](int r, int token, bool read, auto combine) {
@@ -118,7 +118,7 @@ RT_DEVICE void store_rounded(const attn_sm90_args &args, typename forward_sm90_s
             for (int n = 0; n < 8; n++) {
                 const int col = 64 * panel + 8 * n;
                 kept[n] = {0, 0};
-                if (read && col < p.v_head_dim) kept[n] = ld_global((const float_pair *)(out + col));
+                if (read && col < p.block.v_head_dim) kept[n] = ld_global((const float_pair *)(out + col));
             }
 #pragma unroll
             for (int n = 0; n < 8; n++) {
@@ -144,7 +144,7 @@ RT_DEVICE void consume(const attn_sm90_args &all, typename forward_sm90_shape<D,
                        const typename forward_sm90_shape<D, DV, SIDES>::walk &walk,
                        typename forward_sm90_shape<D, DV, SIDES>::walk::place at) {
     using shape = forward_sm90_shape<D, DV, SIDES>;
-    const attn_args &args = all.attn;
+    const fwd_args &args = all.attn;
     constexpr int KEYS = shape::KEYS, N = KEYS / 8, O_COLS = DV / 8;
     ring_place<shape::STAGES> k_at, v_at;
     softmax_rows<1> rows;
@@ -227,7 +227,7 @@ RT_DEVICE void consume(const attn_sm90_args &all, typename forward_sm90_shape<D,
     start_values();
     if (group == 0) release_other_group();
     wgmma_wait_group<0>(o[0]);
-    if (args.rounds_out) return store_rounded<T, D, DV, SIDES>(all, smem, rows, o);
+    if (args.fwd.rounded_out != nullptr) return store_rounded<T, D, DV, SIDES>(all, smem, rows, o);
     const query_tile tile = query_tile_of_cta<shape::ROWS>(args);
     merge_rows(args, tile, rows,
                [&](int r, int token, bool read, auto combine) { update_out(args, tile, o, r, token, read, combine); });
@@ -244,7 +244,7 @@ attn_fwd_sm90_kernel(RT_PARAMS attn_sm90_args args) {
         prefetch_tensormap(args.q);
         prefetch_tensormap(args.k);
         prefetch_tensormap(args.v);
-        if (args.attn.rounds_out) prefetch_tensormap(args.out);
+        if (args.attn.fwd.rounded_out != nullptr) prefetch_tensormap(args.out);
     }
     syncthreads();
     const auto first = walk.first();
@@ -258,23 +258,24 @@ attn_fwd_sm90_kernel(RT_PARAMS attn_sm90_args args) {
     }
 }
 
-template <class T, int D, int DV> rt_status attn_fwd_sm90(const rt_attn_params &p, void *stream) {
+template <class T, int D, int DV> rt_status attn_fwd_sm90(const rt_attn_fwd_params &p, void *stream) {
+    const rt_attn_block &b = p.block;
     using shape = forward_sm90_shape<D, DV, ONE_SIDE>;
     const auto kernel =
-        p.key_begin == NULL ? attn_fwd_sm90_kernel<T, D, DV, ONE_SIDE> : attn_fwd_sm90_kernel<T, D, DV, TWO_SIDES>;
-    return for_runs(p, [&](const attn_args &attn) {
+        b.key_begin == NULL ? attn_fwd_sm90_kernel<T, D, DV, ONE_SIDE> : attn_fwd_sm90_kernel<T, D, DV, TWO_SIDES>;
+    return for_runs(p, [&](const fwd_args &attn) {
         attn_sm90_args args;
         args.attn = attn;
-        args.attn.section = kv_heads_of_section(p);
+        args.attn.section = kv_heads_of_section(b);
         int64_t stride[3];
-        rounded_out_strides(p, stride);
-        const token_rows<T> out = {(T *)p.rounded_out, stride, p.v_head_dim};
-        const bool mapped = map_queries(args.q, p, q_of<T>(p), shape::ROWS) &&
-                            map_keys(args.k, p, k_of<T>(p), shape::KEYS) &&
-                            map_keys(args.v, p, v_of<T>(p), shape::KEYS) &&
-                            (!attn.rounds_out || map_queries(args.out, p, out, shape::OUT_ROWS));
+        rounded_out_strides(b, stride);
+        const token_rows<T> out = {(T *)p.rounded_out, stride, b.v_head_dim};
+        const bool mapped = map_queries(args.q, b, q_of<T>(b), shape::ROWS) &&
+                            map_keys(args.k, b, k_of<T>(b), shape::KEYS) &&
+                            map_keys(args.v, b, v_of<T>(b), shape::KEYS) &&
+                            (attn.fwd.rounded_out == nullptr || map_queries(args.out, b, out, shape::OUT_ROWS));
         if (!mapped) return RT_CUDA;
-        const rt_status status = fill_mask_tiles<shape::ROWS, shape::KEYS>(args.attn, p.workspace, stream);
+        const rt_status status = fill_mask_tiles<shape::ROWS, shape::KEYS>(args.attn, b.workspace, stream);
         if (status != RT_OK) return status;
         return launch(kernel, query_grid<shape::ROWS>(args.attn), shape::THREADS, sizeof(typename shape::shared_memory),
                       stream, args);

@@ -24,12 +24,12 @@ template <int ROWS> RT_DEVICE query_tile query_tile_of_cta(const attn_args &args
     return {cta_index_z(), kv_head_of_cta(args) * group + index % group, index / group * ROWS};
 }
 template <int ROWS> grid_size query_grid(const attn_args &args) {
-    const rt_attn_params &p = args.p;
+    const rt_attn_block &p = args.p;
     return {num_tiles((int)p.num_queries, ROWS) * (p.num_heads / p.num_kv_heads) * args.section,
             p.num_kv_heads / args.section, p.batch};
 }
 // The kv heads of a section: all, or the largest part into which they can be divided equally.
-inline int kv_heads_of_section(const rt_attn_params &p) {
+inline int kv_heads_of_section(const rt_attn_block &p) {
     constexpr int64_t MOST_BYTES = 24 << 20; // of 40 MB on sm_80, 50 on sm_90
     const int64_t bytes = p.num_keys * (p.head_dim + p.v_head_dim) * 2;
     int section = (int)p.num_kv_heads;
@@ -54,20 +54,20 @@ RT_DEVICE void load_keys(tile<ROWS, COLS> to, token_rows<const T> rows, const at
 }
 
 // Writes out, rounded or not, and lse of a tile whose queries attend no key.
-template <class T, int ROWS> RT_DEVICE void finish_without_keys(const attn_args &args) {
-    const bool fresh = args.out_is_fresh;
-    const rt_attn_params &p = args.p;
+template <class T, int ROWS> RT_DEVICE void finish_without_keys(const fwd_args &args) {
+    const rt_attn_block &p = args.p;
+    const rt_attn_fwd_params &to = args.fwd;
     const query_tile at = query_tile_of_cta<ROWS>(args);
     const int num_rows = least(ROWS, (int)p.num_queries - at.first_token), dim = (int)p.v_head_dim;
-    float *const out = out_of(p).at(at.batch, at.first_token, at.head);
-    const auto number = [&](int row, int col) { return fresh ? 0 : ld_global(out + row * p.out_stride[1] + col); };
-    if (args.rounds_out)
-        fill_rows(rounded_out_at<T>(p, at.batch, at.first_token, at.head), p.num_heads * dim, num_rows, dim, number);
-    else if (fresh)
-        fill_rows(out, p.out_stride[1], num_rows, dim, number);
-    if (!fresh) return;
+    float *const out = out_of(to).at(at.batch, at.first_token, at.head);
+    const auto number = [&](int row, int col) { return to.fresh ? 0 : ld_global(out + row * to.out_stride[1] + col); };
+    if (to.rounded_out != nullptr)
+        fill_rows(rounded_out_at<T>(to, at.batch, at.first_token, at.head), p.num_heads * dim, num_rows, dim, number);
+    else if (to.fresh)
+        fill_rows(out, to.out_stride[1], num_rows, dim, number);
+    if (!to.fresh) return;
     const int64_t lse_row = (at.batch * p.num_heads + at.head) * p.num_queries + at.first_token;
-    for (int row = thread_index(); row < num_rows; row += num_threads()) store_lse(p, lse_row + row, -INFINITY);
+    for (int row = thread_index(); row < num_rows; row += num_threads()) store_lse(to, lse_row + row, -INFINITY);
 }
 
 // ---- the walk ----------------------------------------------------------------------------------

@@ -98,12 +98,12 @@ template <int SIDES> RT_DEVICE bool has_two_sides(const attn_args &args) {
 }
 
 // Global position of a query; INT32_MAX, which is in no interval, for one that is no int32.
-RT_DEVICE int position_of_query(const rt_attn_params &p, int64_t token) {
+RT_DEVICE int position_of_query(const rt_attn_block &p, int64_t token) {
     const int64_t position = ld_global(p.q_positions + token);
     return position >= INT32_MIN && position <= INT32_MAX ? (int)position : INT32_MAX;
 }
 // The queries that attend a key, row `key` of k.
-RT_DEVICE interval queries_of_key(const rt_attn_params &p, int64_t key, int batch) {
+RT_DEVICE interval queries_of_key(const rt_attn_block &p, int64_t key, int batch) {
     const int64_t at = batch * p.key_mask_batch_stride + key;
     return {ld_global(p.key_begin + at), ld_global(p.key_end + at)};
 }
@@ -118,7 +118,7 @@ RT_DEVICE key_intervals *intervals_of_key_tile(const attn_args &args, int index,
 
 // Fills the tables, on a grid of (tiles of queries, then of keys; rows of the key mask).
 template <int ROWS, int KEYS> RT_KERNEL(32) attn_mask_tiles_kernel(RT_PARAMS attn_args args) {
-    const rt_attn_params &p = args.p;
+    const rt_attn_block &p = args.p;
     const int num_query_tiles = num_tiles((int)p.num_queries, ROWS), batch = cta_index_y(), lane = lane_index();
     if (cta_index_x() < num_query_tiles) {
         const int64_t first = (int64_t)cta_index_x() * ROWS;
@@ -145,16 +145,16 @@ template <int ROWS, int KEYS> RT_KERNEL(32) attn_mask_tiles_kernel(RT_PARAMS att
     }
 }
 
-RT_HOST_DEVICE int64_t num_key_mask_rows(const rt_attn_params &p) { return p.key_mask_batch_stride > 0 ? p.batch : 1; }
+RT_HOST_DEVICE int64_t num_key_mask_rows(const rt_attn_block &p) { return p.key_mask_batch_stride > 0 ? p.batch : 1; }
 // Enough for tiles of 8 queries or keys, or more.
-inline int64_t mask_tiles_bytes(const rt_attn_params &p) {
+inline int64_t mask_tiles_bytes(const rt_attn_block &p) {
     if (p.key_begin == NULL || p.num_queries == 0) return 0;
     return num_tiles((int)p.num_queries, 8) * (int64_t)sizeof(position_range) +
            num_key_mask_rows(p) * num_key_tiles(p.k_runs, p.num_k_runs, 8) * (int64_t)sizeof(key_intervals);
 }
 // Places the tables in the workspace and fills them, if the mask has two sides.
 template <int ROWS, int KEYS> rt_status fill_mask_tiles(attn_args &args, void *workspace, void *stream) {
-    const rt_attn_params &p = args.p;
+    const rt_attn_block &p = args.p;
     if (p.key_begin == NULL || p.num_queries == 0) return RT_OK;
     const int num_query_tiles = num_tiles((int)p.num_queries, ROWS);
     args.num_key_tiles = (int)num_key_tiles<KEYS>(args);

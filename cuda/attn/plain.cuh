@@ -50,7 +50,7 @@ template <int DIM> struct plain_forward_memory {
     plain_tile<PLAIN_TILE<DIM>> q, k, v;
     plain_pairs<PLAIN_TILE<DIM>> weights;
 
-    RT_HOST_DEVICE plain_forward_memory(shared_address base, const rt_attn_params &p)
+    RT_HOST_DEVICE plain_forward_memory(shared_address base, const rt_attn_block &p)
         : q(base, p.head_dim), k(q.end(), p.head_dim), v(k.end(), p.v_head_dim), weights{v.end()} {}
     RT_HOST_DEVICE shared_address walk() const { return weights.end(); }
 };
@@ -58,7 +58,7 @@ template <int DIM> struct plain_backward_memory {
     plain_tile<PLAIN_TILE<DIM>> q, k, v, dout;
     plain_pairs<PLAIN_TILE<DIM>> weights, dscores;
 
-    RT_HOST_DEVICE plain_backward_memory(shared_address base, const rt_attn_params &p)
+    RT_HOST_DEVICE plain_backward_memory(shared_address base, const rt_attn_block &p)
         : q(base, p.head_dim), k(q.end(), p.head_dim), v(k.end(), p.v_head_dim), dout(v.end(), p.v_head_dim),
           weights{dout.end()}, dscores{weights.end()} {}
     RT_HOST_DEVICE shared_address walk() const { return dscores.end(); }
@@ -68,7 +68,7 @@ constexpr size_t MOST_PLAIN_BYTES =
     4 * PLAIN_TILE<DIM> * (DIM + 4) * 4 + 2 * PLAIN_TILE<DIM> * (PLAIN_TILE<DIM> + 1) * 4 +
     sizeof(typename plain_key_walk<DIM>::storage);
 static_assert(MOST_PLAIN_BYTES<256> <= MAX_SHARED_BYTES && MOST_PLAIN_BYTES<512> <= MAX_SHARED_BYTES);
-template <class Memory, class Walk> int plain_bytes(const rt_attn_params &p) {
+template <class Memory, class Walk> int plain_bytes(const rt_attn_block &p) {
     return (int)Memory(0, p).walk() + (int)sizeof(typename Walk::storage);
 }
 
@@ -80,7 +80,7 @@ RT_DEVICE void load_plain(plain_tile<ROWS> to, const T *from, int64_t row_stride
         st_shared(to.at(row, col), row < num_rows ? widen(ld_global(from + row * row_stride + col)) : 0.0f);
 }
 template <int ROWS, class T>
-RT_DEVICE void load_plain_queries(plain_tile<ROWS> to, token_rows<const T> rows, const rt_attn_params &p, int head,
+RT_DEVICE void load_plain_queries(plain_tile<ROWS> to, token_rows<const T> rows, const rt_attn_block &p, int head,
                                   int token) {
     load_plain(to, rows.at(cta_index_z(), token, head), rows.stride[1], (int)p.num_queries - token, rows.dim);
 }
@@ -116,13 +116,13 @@ RT_DEVICE float plain_score(const attn_args &args, float product) {
 }
 
 // Whether the mask's interval of a key, row `key` of k, holds a query.
-RT_DEVICE bool key_meets(const rt_attn_params &p, int64_t key, int token) {
+RT_DEVICE bool key_meets(const rt_attn_block &p, int64_t key, int token) {
     return p.key_begin == NULL || contains(queries_of_key(p, key, cta_index_z()), position_of_query(p, token));
 }
 
 // What dropout multiplies a weight by.
 RT_DEVICE float dropout_factor(const attn_args &args, int head, int token, int64_t position) {
-    const rt_attn_params &p = args.p;
+    const rt_attn_block &p = args.p;
     if (!(p.dropout > 0)) return 1;
     const uint32_t row = rt_dropout_row(ld_global(p.dropout_rows + cta_index_z()), head);
     const rt_philox counter = {{(uint32_t)(position / 4), (uint32_t)ld_global(p.q_positions + token), row, p.stream}};
@@ -135,9 +135,9 @@ RT_DEVICE float dropout_factor(const attn_args &args, int head, int token, int64
 
 // ---- forward -----------------------------------------------------------------------------------
 
-template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_fwd_plain_kernel(RT_PARAMS attn_args args) {
+template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_fwd_plain_kernel(RT_PARAMS fwd_args args) {
     constexpr int TILE = PLAIN_TILE<DIM>;
-    const rt_attn_params &p = args.p;
+    const rt_attn_block &p = args.p;
     const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
     const query_tile queries = query_tile_of_cta<TILE>(args);
     const plain_forward_memory<DIM> smem(shared_base(), p);
@@ -191,15 +191,15 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_fwd_plain_kern
     for (int mask = 1; mask < ROW_LANES; mask *= 2) sum += shfl_xor_sync(sum, mask);
     const int token = queries.first_token + row;
     const int64_t lse_at = (queries.batch * p.num_heads + queries.head) * p.num_queries + token;
-    const bool fresh = args.out_is_fresh;
-    const double before = !fresh && token < p.num_queries ? load_lse(p, lse_at) : -INFINITY;
+    const bool fresh = args.fwd.fresh;
+    const double before = !fresh && token < p.num_queries ? load_lse(p, args.fwd.lse, lse_at) : -INFINITY;
     syncwarp(); // all lanes of the row have read its lse
     const bool unchanged = sum == 0 && !fresh;
-    if (token >= p.num_queries || (unchanged && !args.rounds_out)) return;
+    if (token >= p.num_queries || (unchanged && args.fwd.rounded_out == nullptr)) return;
     const merged_lse merged = merge_lse(before, (double)top + (double)logf(sum));
-    if (row_lane == 0 && !unchanged) store_lse(p, lse_at, sum == 0 ? -INFINITY : merged.lse);
+    if (row_lane == 0 && !unchanged) store_lse(args.fwd, lse_at, sum == 0 ? -INFINITY : merged.lse);
     const float inverse = 1 / sum;
-    float *const to = out_of(p).at(queries.batch, token, queries.head);
+    float *const to = out_of(args.fwd).at(queries.batch, token, queries.head);
 #pragma unroll
     for (int j = 0; j < LANE_SUMS<DIM>; j++) {
         const int col = row_lane + ROW_LANES * j;
@@ -207,8 +207,8 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_fwd_plain_kern
         const float kept = unchanged || before != -INFINITY ? ld_global(to + col) : 0;
         const float value = out[j] * inverse;
         const float result = sum == 0 ? kept : before == -INFINITY ? value : kept - merged.share * (kept - value);
-        if (args.rounds_out)
-            st_global(rounded_out_at<T>(p, queries.batch, token, queries.head) + col, narrow<T>(result));
+        if (args.fwd.rounded_out != nullptr)
+            st_global(rounded_out_at<T>(args.fwd, queries.batch, token, queries.head) + col, narrow<T>(result));
         else
             st_global(to + col, result);
     }
@@ -220,9 +220,9 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_fwd_plain_kern
 struct plain_sums {
     float lse, lse_rest, delta;
 };
-RT_DEVICE plain_sums load_plain_sums(const rt_attn_params &p, int head, int token) {
-    const int64_t at = (cta_index_z() * p.num_heads + head) * p.num_queries + token;
-    const double lse = load_lse(p, at);
+RT_DEVICE plain_sums load_plain_sums(const rt_attn_bwd_params &p, int head, int token) {
+    const int64_t at = (cta_index_z() * p.block.num_heads + head) * p.block.num_queries + token;
+    const double lse = load_lse(p.block, p.lse, at);
     return {(float)lse, isfinite(lse) ? (float)(lse - (double)(float)lse) : 0, ld_global((const float *)p.delta + at)};
 }
 
@@ -250,19 +250,19 @@ RT_DEVICE void add_plain_row(const float *row, R *result, int64_t dim, bool fres
 }
 
 // dq: rows are queries.
-template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_bwd_queries_plain_kernel(RT_PARAMS attn_args args) {
+template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_bwd_queries_plain_kernel(RT_PARAMS bwd_args args) {
     constexpr int TILE = PLAIN_TILE<DIM>;
-    const rt_attn_params &p = args.p;
+    const rt_attn_block &p = args.p;
     const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
     const query_tile queries = query_tile_of_cta<TILE>(args);
     const plain_backward_memory<DIM> smem(shared_base(), p);
     const plain_key_walk<DIM> walk{args, {smem.walk()}};
 
     const int token = queries.first_token + row;
-    const plain_sums own = token < p.num_queries ? load_plain_sums(p, queries.head, token) : plain_sums{0, 0, 0};
+    const plain_sums own = token < p.num_queries ? load_plain_sums(args.bwd, queries.head, token) : plain_sums{0, 0, 0};
     float dq[LANE_SUMS<DIM>] = {};
     load_plain_queries(smem.q, q_of<T>(p), p, queries.head, queries.first_token);
-    load_plain_queries(smem.dout, dout_of<T>(p), p, queries.head, queries.first_token);
+    load_plain_queries(smem.dout, dout_of<T>(args.bwd), p, queries.head, queries.first_token);
     for (auto at = walk.first(); !walk.ended(at); at = walk.after(at)) {
         const int first_key = at.tile * TILE;
         syncthreads();
@@ -289,14 +289,14 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_bwd_queries_pl
                 add_plain(dq, ld_shared<float>(smem.dscores.at(row, col)), smem.k, col, p.head_dim);
     }
     if (token >= p.num_queries) return;
-    float *const row_of_dq = dq_of(p).at(queries.batch, token, queries.head);
+    float *const row_of_dq = dq_of(args.bwd).at(queries.batch, token, queries.head);
     add_plain_row(row_of_dq, row_of_dq, p.head_dim, false, (float)p.scale, dq);
 }
 
 // dk and dv: rows are keys.
-template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_bwd_keys_plain_kernel(RT_PARAMS attn_args args) {
+template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_bwd_keys_plain_kernel(RT_PARAMS bwd_args args) {
     constexpr int TILE = PLAIN_TILE<DIM>;
-    const rt_attn_params &p = args.p;
+    const rt_attn_block &p = args.p;
     const int row = thread_index() / ROW_LANES, row_lane = thread_index() % ROW_LANES;
     const plain_backward_memory<DIM> smem(shared_base(), p);
     const plain_query_walk<DIM> walk{args, {smem.walk()}};
@@ -306,7 +306,7 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_bwd_keys_plain
     const rt_run &run = walk.run();
     const int position = walk.position_of(row);
     auto at = walk.first();
-    if (walk.ended(at) && !p.fresh) return; // no query attends these keys
+    if (walk.ended(at) && !args.bwd.fresh) return; // no query attends these keys
     float dk[LANE_SUMS<DIM>] = {}, dv[LANE_SUMS<DIM>] = {};
     load_plain_keys(smem.k, k_of<T>(p), run, walk.keys().first_key);
     load_plain_keys(smem.v, v_of<T>(p), run, walk.keys().first_key);
@@ -314,7 +314,7 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_bwd_keys_plain
         const int first_token = at.tile * TILE, head = walk.head_of(at);
         syncthreads();
         load_plain_queries(smem.q, q_of<T>(p), p, head, first_token);
-        load_plain_queries(smem.dout, dout_of<T>(p), p, head, first_token);
+        load_plain_queries(smem.dout, dout_of<T>(args.bwd), p, head, first_token);
         syncthreads();
 #pragma unroll 1
         for (int col = row_lane; col < TILE; col += ROW_LANES) {
@@ -324,9 +324,9 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_bwd_keys_plain
             if (token < p.num_queries && ld_global(p.begin + mask_at) <= position &&
                 position < ld_global(p.end + mask_at) &&
                 key_meets(p, run.local_begin + walk.keys().first_key + row, token))
-                pair = differentiate(args, dot(smem.k, row, smem.q, col, p.head_dim),
-                                     dot(smem.v, row, smem.dout, col, p.v_head_dim), load_plain_sums(p, head, token),
-                                     dropout_factor(args, head, token, position));
+                pair = differentiate(
+                    args, dot(smem.k, row, smem.q, col, p.head_dim), dot(smem.v, row, smem.dout, col, p.v_head_dim),
+                    load_plain_sums(args.bwd, head, token), dropout_factor(args, head, token, position));
             st_shared(smem.weights.at(row, col), pair.weight);
             st_shared(smem.dscores.at(row, col), pair.dscore);
         }
@@ -345,12 +345,12 @@ template <class T, int DIM> RT_KERNEL(PLAIN_THREADS<DIM>, 4) attn_bwd_keys_plain
         float *const to = rows.at(cta_index_z(), token, cta_index_y());
         if (rounded != nullptr)
             add_plain_row(to, rounded_key_at<T>(p, rounded, rows.dim, cta_index_z(), token, cta_index_y()), rows.dim,
-                          p.fresh, factor, sum);
+                          args.bwd.fresh, factor, sum);
         else
-            add_plain_row(to, to, rows.dim, p.fresh, factor, sum);
+            add_plain_row(to, to, rows.dim, args.bwd.fresh, factor, sum);
     };
-    add(dk_of(p), p.rounded_dk, (float)p.scale, dk);
-    add(dv_of(p), p.rounded_dv, 1, dv);
+    add(dk_of(args.bwd), args.bwd.rounded_dk, (float)p.scale, dk);
+    add(dv_of(args.bwd), args.bwd.rounded_dv, 1, dv);
 }
 
 #endif // RINGTILE_CUDA_ATTN_PLAIN_CUH

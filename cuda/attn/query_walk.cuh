@@ -15,14 +15,12 @@ template <int KEYS> RT_HOST_DEVICE int64_t num_key_units(const attn_args &args) 
 // With few kv heads and a short block of keys there would be fewer thread blocks than multiprocessors. Then the query
 // heads of a group are divided among several thread blocks, until there are almost two for each place on a
 // multiprocessor: under a causal mask, those with short walks fill what long ones leave.
-template <int KEYS> attn_args divide_heads(const attn_args &of, int most_on_multiprocessor) {
-    attn_args args = of;
+template <int KEYS> void divide_heads(bwd_args &args, int most_on_multiprocessor) {
     const int64_t group = args.p.num_heads / args.p.num_kv_heads, units = num_key_units<KEYS>(args);
-    if (units == 0) return args;
+    if (units == 0) return;
     const int64_t places = most_on_multiprocessor * num_multiprocessors(), wanted = 2 * places - places / 8;
     const int64_t parts = (wanted + units - 1) / units, heads = parts < group ? (group + parts - 1) / parts : 1;
     args.num_parts = (int)((group + heads - 1) / heads);
-    return args;
 }
 
 // ---- the workspace and the semaphores ----------------------------------------------------------
@@ -39,7 +37,7 @@ template <int KEYS> attn_args divide_heads(const attn_args &of, int most_on_mult
 // finds its semaphore free.
 //
 // The parts of a group add to dk and dv of their tile of keys in the same way, by ascending part, each once at its end.
-RT_HOST_DEVICE int64_t num_mask_rows(const rt_attn_params &p) { return p.mask_batch_stride > 0 ? p.batch : 1; }
+RT_HOST_DEVICE int64_t num_mask_rows(const rt_attn_block &p) { return p.mask_batch_stride > 0 ? p.batch : 1; }
 
 // Arrays in the workspace, one behind the other.
 struct array_taker {
@@ -51,7 +49,7 @@ struct array_taker {
     }
 };
 // Places the arrays; returns where they end.
-inline uintptr_t place_workspace(backward_workspace &at, const rt_attn_params &p, uintptr_t begin,
+inline uintptr_t place_workspace(backward_workspace &at, const rt_attn_block &p, uintptr_t begin,
                                  int64_t num_query_tiles, int64_t num_key_tiles) {
     array_taker from = {begin};
     at.queries = from.take<attended_keys>(num_mask_rows(p) * num_query_tiles);
@@ -63,7 +61,7 @@ inline uintptr_t place_workspace(backward_workspace &at, const rt_attn_params &p
     return (uintptr_t)from.take<char>(0);
 }
 // Enough for tiles of 16 queries and of 64 keys or more, and for those of plain.cuh; and the tables of mask_tiles.cuh.
-inline int64_t backward_workspace_bytes(const rt_attn_params &p) {
+inline int64_t backward_workspace_bytes(const rt_attn_block &p) {
     if (p.num_queries == 0) return 0;
     backward_workspace unused;
     const int num_query_tiles = num_tiles((int)p.num_queries, is_plain_in_any_dtype(p) ? 8 : 16);
@@ -86,8 +84,8 @@ template <int KEYS> RT_DEVICE int first_key_tile(const attn_args &args, interval
 
 // Fills the workspace, on a grid of (tiles of TILE queries, rows of the mask). Tiles of keys have KEYS keys; with
 // KEYS 0 nothing is ordered.
-template <int TILE, int KEYS> RT_KERNEL(32) attn_workspace_kernel(RT_PARAMS attn_args args) {
-    const rt_attn_params &p = args.p;
+template <int TILE, int KEYS> RT_KERNEL(32) attn_workspace_kernel(RT_PARAMS bwd_args args) {
+    const rt_attn_block &p = args.p;
     const backward_workspace &workspace = args.workspace;
     const int tile = cta_index_x(), mask_row = cta_index_y();
     interval hull = {INT32_MAX, INT32_MIN};
@@ -121,7 +119,7 @@ template <int TILE, int KEYS> RT_KERNEL(32) attn_workspace_kernel(RT_PARAMS attn
 
 // Finds, once for all heads, between which tiles of queries the walks of a tile of keys go: with short documents on a
 // long shard, each would look at all others too. On a grid of (tiles of keys, rows of the mask).
-template <int TILE> RT_KERNEL(32) attn_live_tiles_kernel(RT_PARAMS attn_args args) {
+template <int TILE> RT_KERNEL(32) attn_live_tiles_kernel(RT_PARAMS bwd_args args) {
     const backward_workspace &workspace = args.workspace;
     const int index = cta_index_x(), mask_row = cta_index_y(), count = num_tiles((int)args.p.num_queries, TILE);
     const attended_keys *queries = workspace.queries + (int64_t)mask_row * count;
@@ -133,8 +131,8 @@ template <int TILE> RT_KERNEL(32) attn_live_tiles_kernel(RT_PARAMS attn_args arg
     if (lane_index() == 0) st_global(workspace.live + (int64_t)index * num_ctas_y() + mask_row, live);
 }
 
-template <int TILE, int KEYS> rt_status fill_workspace(attn_args &args, void *stream) {
-    const rt_attn_params &p = args.p;
+template <int TILE, int KEYS> rt_status fill_workspace(bwd_args &args, void *stream) {
+    const rt_attn_block &p = args.p;
     const int num_query_tiles = num_tiles((int)p.num_queries, TILE);
     const int64_t key_tiles = KEYS > 0 ? num_key_tiles<KEYS == 0 ? 1 : KEYS>(args) : 0;
     const uintptr_t end = place_workspace(args.workspace, p, (uintptr_t)p.workspace, num_query_tiles, key_tiles);
@@ -179,7 +177,7 @@ template <int KEYS, int TILE, int SIDES_OF_MASK = ANY_SIDES> struct query_walk {
         position_range warp_positions[KEYS / 16];
     };
 
-    const attn_args &args;
+    const bwd_args &args;
     shared_ref<storage> at_keys;
 
     RT_DEVICE int take_ticket() const { return atom_add(args.workspace.next_ticket, 1); }
@@ -192,7 +190,7 @@ template <int KEYS, int TILE, int SIDES_OF_MASK = ANY_SIDES> struct query_walk {
     }
     // One thread stores the thread block's tile; the others read it after a barrier.
     RT_DEVICE void choose_keys(int index, int kv_head, int batch, int unit = 0, int part = 0) const {
-        const rt_attn_params &p = args.p;
+        const rt_attn_block &p = args.p;
         const key_tile keys = key_tile_at<KEYS>(args, index, kv_head, batch);
         const rt_run &run = args.runs[keys.run];
         const int64_t mask_row = p.mask_batch_stride > 0 ? batch : 0;
@@ -268,7 +266,7 @@ template <int KEYS, int TILE, int SIDES_OF_MASK = ANY_SIDES> struct query_walk {
 
     // dk and dv of the tile: the first part replaces or adds to what is there, the others add. One thread waits before
     // the thread block adds, and releases after it.
-    RT_DEVICE bool adds_to_keys() const { return !args.p.fresh || part().part > 0; }
+    RT_DEVICE bool adds_to_keys() const { return !args.bwd.fresh || part().part > 0; }
     RT_DEVICE bool is_last_part() const { return part().part + 1 == args.num_parts; }
     RT_DEVICE void wait_for_keys() const {
         const part_facts of = part();

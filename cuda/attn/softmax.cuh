@@ -17,7 +17,7 @@ template <int M> RT_DEVICE void clear(softmax_rows<M> &rows) {
 // The same by the mask's second side.
 template <int M, int N, class Walk>
 RT_DEVICE void mask_scores_by_keys(accumulator<M, N> &scores, const Walk &walk, typename Walk::place at) {
-    const rt_attn_params &p = walk.args.p;
+    const rt_attn_block &p = walk.args.p;
     const rt_run &run = walk.args.runs[at.run];
     const query_tile queries = walk.queries();
     int positions[2 * M];
@@ -111,16 +111,16 @@ RT_DEVICE void exponentiate(accumulator<M, N> &scores, int k, float scale_log2, 
 // rounded rounded_out, of row r combine(out, o), with 0 for out where `read` is false. Rows that attended no key keep
 // their state or, if fresh, get 0 and -inf.
 template <int M, class Write>
-RT_DEVICE void merge_rows(const attn_args &args, query_tile at, const softmax_rows<M> &rows, Write write) {
-    const rt_attn_params &p = args.p;
-    const bool fresh = args.out_is_fresh;
+RT_DEVICE void merge_rows(const fwd_args &args, query_tile at, const softmax_rows<M> &rows, Write write) {
+    const rt_attn_block &p = args.p;
+    const bool fresh = args.fwd.fresh;
     const int lane = lane_index();
     const int64_t lse_row = (at.batch * p.num_heads + at.head) * p.num_queries;
     double before[2 * M];
 #pragma unroll
     for (int r = 0; r < 2 * M; r++) {
         const int token = at.first_token + lane_row<M>(r);
-        before[r] = !fresh && token < p.num_queries ? load_lse(p, lse_row + token) : -INFINITY;
+        before[r] = !fresh && token < p.num_queries ? load_lse(p, args.fwd.lse, lse_row + token) : -INFINITY;
     }
     syncwarp(); // the four lanes of a row have read its lse before one of them writes it
 #pragma unroll
@@ -129,9 +129,9 @@ RT_DEVICE void merge_rows(const attn_args &args, query_tile at, const softmax_ro
         sum += shfl_xor_sync(sum, 2);
         const int token = at.first_token + lane_row<M>(r);
         const bool unchanged = sum == 0 && !fresh;
-        if (token >= p.num_queries || (unchanged && !args.rounds_out)) continue;
+        if (token >= p.num_queries || (unchanged && args.fwd.rounded_out == nullptr)) continue;
         const merged_lse merged = merge_lse(before[r], rows.top[r] * LN_2 + (double)logf(sum));
-        if (lane % 4 == 0 && !unchanged) store_lse(p, lse_row + token, sum == 0 ? -INFINITY : merged.lse);
+        if (lane % 4 == 0 && !unchanged) store_lse(args.fwd, lse_row + token, sum == 0 ? -INFINITY : merged.lse);
 
         const float inverse = 1 / sum;
         // Where lse is -inf before, out is uninitialized, and the share is 1.
@@ -141,9 +141,9 @@ RT_DEVICE void merge_rows(const attn_args &args, query_tile at, const softmax_ro
 }
 // What `write` is to do where out is not rounded.
 template <int M, int O_COLS, class Combine>
-RT_DEVICE void update_out(const attn_args &args, query_tile at, const accumulator<M, O_COLS> &o, int r, int token,
+RT_DEVICE void update_out(const fwd_args &args, query_tile at, const accumulator<M, O_COLS> &o, int r, int token,
                           bool read, Combine combine) {
-    float *const out = out_of(args.p).at(at.batch, token, at.head);
+    float *const out = out_of(args.fwd).at(at.batch, token, at.head);
     update_row(out, out, (int)args.p.v_head_dim, args.in_pairs, read, o, r, combine);
 }
 

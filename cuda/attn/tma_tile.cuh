@@ -21,10 +21,10 @@ bool map_rows(tensor_map &map, token_rows<T> rows, int64_t batch, int64_t num_to
 }
 
 // Maps q, dout, dq or rounded out; k or v.
-template <class T> bool map_queries(tensor_map &map, const rt_attn_params &p, token_rows<T> rows, int box_rows) {
+template <class T> bool map_queries(tensor_map &map, const rt_attn_block &p, token_rows<T> rows, int box_rows) {
     return map_rows(map, rows, p.batch, p.num_queries, p.num_heads, box_rows);
 }
-template <class T> bool map_keys(tensor_map &map, const rt_attn_params &p, token_rows<T> rows, int box_rows) {
+template <class T> bool map_keys(tensor_map &map, const rt_attn_block &p, token_rows<T> rows, int box_rows) {
     return map_rows(map, rows, p.batch, p.num_keys, p.num_kv_heads, box_rows);
 }
 

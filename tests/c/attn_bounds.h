@@ -38,7 +38,7 @@ typedef struct pair_score {
 // and its inverse, x = score / softcap twice, tanh, and the product; |x tanh'(x)| <= |tanh x|, so that adds
 // 9 u |score|.
 static inline pair_score score_of(const attn_case *c, double u, int64_t b, int64_t token, int64_t head, int64_t row) {
-    const rt_attn_params *p = &c->p;
+    const rt_attn_block *p = &c->p;
     const int64_t kv_head = head / (p->num_heads / p->num_kv_heads);
     double dot = 0, magnitude = 0;
     for (int64_t d = 0; d < p->head_dim; d++) {
@@ -54,7 +54,7 @@ static inline pair_score score_of(const attn_case *c, double u, int64_t b, int64
 }
 
 // The most tiles of 128 keys that a call can have.
-static inline int64_t max_tiles(const rt_attn_params *p) { return p->num_k_runs + p->num_keys / 128; }
+static inline int64_t max_tiles(const rt_attn_block *p) { return p->num_k_runs + p->num_keys / 128; }
 
 // One query, and the rows of k that it attends.
 typedef struct attended_query {
@@ -121,7 +121,7 @@ static inline void query_bounds(const attn_case *c, double u, int64_t num_calls,
 
 // Bounds of out and lse: 0 for queries that attend no key, whose out and lse must not change.
 static inline void forward_bounds(const attn_case *before, double u, int64_t num_calls, attn_case *bounds) {
-    const rt_attn_params *p = &before->p;
+    const rt_attn_block *p = &before->p;
     int64_t *rows = must_alloc((size_t)p->num_keys * sizeof(*rows));
     fill(&bounds->x[OUT], 0);
     fill(&bounds->x[LSE], 0);
@@ -141,7 +141,7 @@ static inline void forward_bounds(const attn_case *before, double u, int64_t num
 //   d c     = 2 |score| d score / softcap^2 + 3 u   dS = P g c, and each of dv, dq, dk is one sum of pairs
 static inline void pair_bounds(const attn_case *c, double u, int64_t b, int64_t token, int64_t head, int64_t row,
                                int64_t num_keys, attn_case *bounds) {
-    const rt_attn_params *p = &c->p;
+    const rt_attn_block *p = &c->p;
     const int64_t group = p->num_heads / p->num_kv_heads, kv_head = head / group;
     const double key_terms = (double)(num_keys + max_tiles(p) + 6);
     const double query_terms = (double)(2 * p->num_queries * group + 6);
@@ -175,7 +175,7 @@ static inline void pair_bounds(const attn_case *c, double u, int64_t b, int64_t 
 
 // Bounds of dq, dk and dv. Their earlier values take part in a rounding per tile or task.
 static inline void backward_bounds(const attn_case *before, double u, int64_t num_calls, attn_case *bounds) {
-    const rt_attn_params *p = &before->p;
+    const rt_attn_block *p = &before->p;
     const double num_terms = (double)(num_calls * (max_tiles(p) + p->num_heads / p->num_kv_heads * p->num_queries));
     for (int i = DQ; i <= DV; i++) FOR_EACH_ELEMENT(&bounds->x[i], b, token, head, d)
     set(&bounds->x[i], b, token, head, d, num_terms * (u * fabs(get(&before->x[i], b, token, head, d)) + TINY));

@@ -92,8 +92,10 @@ static inline bool gaps_are_intact(const tensor *t) {
 typedef enum array_name { Q, K, V, DOUT, OUT, LSE, DELTA, DQ, DK, DV, NUM_ARRAYS } array_name;
 
 typedef struct attn_case {
-    rt_attn_params p;
+    rt_attn_block p;
+    bool fresh;                                 // out and lse, or dk and dv
     tensor x[NUM_ARRAYS];                       // lse and delta as (B, N, H, 1), laid out as (B, H, N)
+    void *rounded[NUM_ARRAYS];                  // results rounded to dtype, of OUT, DK and DV; or NULL
     int32_t *begin, *end, *key_begin, *key_end; // the last two NULL in a mask with one side
     rt_run *runs;                               // (2 MAX_RUNS)
     int64_t *dropout_rows, *q_positions;        // NULL where nothing reads them
@@ -115,17 +117,30 @@ typedef struct attn_shape {
 
 static inline rt_dtype state_dtype(rt_dtype dtype) { return dtype == RT_F64 ? RT_F64 : RT_F32; }
 
-// Points the params at the arrays.
+static inline void copy_stride(int64_t to[3], const tensor *x) { memcpy(to, x->stride, sizeof(x->stride)); }
+
+// Points the block at the arrays that it reads.
 static inline void bind(attn_case *c) {
-    rt_attn_params *p = &c->p;
-    p->q = c->x[Q].data, p->k = c->x[K].data, p->v = c->x[V].data, p->dout = c->x[DOUT].data;
-    p->out = c->x[OUT].data, p->lse = c->x[LSE].data, p->delta = c->x[DELTA].data;
-    p->dq = c->x[DQ].data, p->dk = c->x[DK].data, p->dv = c->x[DV].data;
-    int64_t *strides[NUM_ARRAYS] = {p->q_stride, p->k_stride, p->v_stride,  p->dout_stride, p->out_stride,
-                                    NULL,        NULL,        p->dq_stride, p->dk_stride,   p->dv_stride};
-    for (int i = 0; i < NUM_ARRAYS; i++)
-        if (strides[i] != NULL) memcpy(strides[i], c->x[i].stride, sizeof(c->x[i].stride));
+    rt_attn_block *p = &c->p;
+    p->q = c->x[Q].data, p->k = c->x[K].data, p->v = c->x[V].data;
+    copy_stride(p->q_stride, &c->x[Q]), copy_stride(p->k_stride, &c->x[K]), copy_stride(p->v_stride, &c->x[V]);
     p->k_runs = c->runs, p->begin = c->begin, p->end = c->end;
+}
+
+static inline rt_attn_fwd_params forward_of(const attn_case *c) {
+    rt_attn_fwd_params p = {c->p, c->fresh, c->x[OUT].data, c->x[LSE].data, {0}, c->rounded[OUT]};
+    copy_stride(p.out_stride, &c->x[OUT]);
+    return p;
+}
+
+static inline rt_attn_bwd_params backward_of(const attn_case *c) {
+    const tensor *x = c->x;
+    rt_attn_bwd_params p = {.block = c->p, .fresh = c->fresh, .lse = x[LSE].data, .delta = x[DELTA].data};
+    p.dout = x[DOUT].data, p.dq = x[DQ].data, p.dk = x[DK].data, p.dv = x[DV].data;
+    copy_stride(p.dout_stride, &x[DOUT]), copy_stride(p.dq_stride, &x[DQ]);
+    copy_stride(p.dk_stride, &x[DK]), copy_stride(p.dv_stride, &x[DV]);
+    p.rounded_dk = c->rounded[DK], p.rounded_dv = c->rounded[DV];
+    return p;
 }
 
 // lse or delta: (B, H, N) contiguous.
@@ -229,7 +244,7 @@ static inline attn_case new_case(uint64_t *state, attn_shape s, mask_kind mask, 
                          .head_dim = s.head_dim,
                          .v_head_dim = s.v_head_dim},
                    .weight_roundoff = weight_roundoff(s.dtype)};
-    rt_attn_params *p = &c.p;
+    rt_attn_block *p = &c.p;
     p->scale = 1 / sqrt((double)s.head_dim);
     c.runs = must_alloc(2 * MAX_RUNS * sizeof(*c.runs));
     if (s.one_run) {
@@ -269,7 +284,7 @@ static inline attn_case new_case(uint64_t *state, attn_shape s, mask_kind mask, 
 
 // Intervals of keys, and positions of queries that they may hold: nested, as those of a tree, or any.
 static inline void draw_key_mask(uint64_t *state, attn_case *c, int64_t seq_len) {
-    rt_attn_params *p = &c->p;
+    rt_attn_block *p = &c->p;
     const int64_t rows = random_int(state, 0, 1) ? p->batch : 1, num_intervals = rows * p->num_keys;
     p->key_mask_batch_stride = rows > 1 ? p->num_keys : 0;
     c->key_begin = must_alloc((size_t)num_intervals * sizeof(int32_t) + 1);
@@ -295,7 +310,7 @@ static inline void draw_key_mask(uint64_t *state, attn_case *c, int64_t seq_len)
 // Any probability but 0, rows and positions of any size.
 static inline void draw_dropout(uint64_t *state, attn_case *c) {
     const double probabilities[] = {0.1, 0.5, 0.9, 1e-9, 1 - 1e-9, 1};
-    rt_attn_params *p = &c->p;
+    rt_attn_block *p = &c->p;
     p->dropout = probabilities[random_int(state, 0, 5)];
     p->seed = (uint32_t)random_int(state, 0, UINT32_MAX), p->step = (uint32_t)random_int(state, 0, 100);
     p->stream = (uint32_t)random_int(state, 0, UINT32_MAX);
@@ -309,7 +324,7 @@ static inline void draw_dropout(uint64_t *state, attn_case *c) {
 
 // What dropout multiplies the weight of a pair by; row: of k.
 static inline double dropout_factor(const attn_case *c, int64_t b, int64_t token, int64_t head, int64_t row) {
-    const rt_attn_params *p = &c->p;
+    const rt_attn_block *p = &c->p;
     if (p->dropout == 0) return 1;
     for (const rt_run *run = p->k_runs; run < p->k_runs + p->num_k_runs; run++) {
         const int64_t j = row - run->local_begin;
@@ -341,7 +356,7 @@ static inline void make_fresh(attn_case *c, int64_t seq_len) {
         if (!used[row]) c->runs[c->p.num_k_runs++] = (rt_run){seq_len + row, 1, row, end - row};
     }
     free(used);
-    c->p.fresh = true;
+    c->fresh = true;
 }
 
 static inline attn_shape random_shape(uint64_t *state) {

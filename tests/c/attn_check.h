@@ -14,40 +14,46 @@ static inline bool is_model(void) {
 
 typedef enum pass { FORWARD, BACKWARD } pass;
 
-static inline int64_t workspace_bytes(pass pass, const rt_attn_params *p, int64_t num_workers) {
+static inline int64_t workspace_bytes(pass pass, const rt_attn_block *p, int64_t num_workers) {
     return pass == FORWARD ? rt_attn_fwd_workspace_bytes(p, num_workers) : rt_attn_bwd_workspace_bytes(p, num_workers);
 }
 
-static inline rt_status run(pass pass, const rt_attn_params *p, rt_parallel parallel) {
-    return pass == FORWARD ? rt_attn_fwd(p, parallel) : rt_attn_bwd(p, parallel);
+static inline rt_status run(pass pass, const attn_case *c, rt_parallel parallel) {
+    const rt_attn_fwd_params forward = forward_of(c);
+    const rt_attn_bwd_params backward = backward_of(c);
+    return pass == FORWARD ? rt_attn_fwd(&forward, parallel) : rt_attn_bwd(&backward, parallel);
 }
 
-static inline rt_status run_reference(pass pass, const rt_attn_params *p) {
-    return pass == FORWARD ? rt_attn_fwd_reference(p) : rt_attn_bwd_reference(p);
+static inline rt_status run_reference(pass pass, const attn_case *c) {
+    const rt_attn_fwd_params forward = forward_of(c);
+    const rt_attn_bwd_params backward = backward_of(c);
+    return pass == FORWARD ? rt_attn_fwd_reference(&forward) : rt_attn_bwd_reference(&backward);
 }
 
 // The workspace has exactly the size asked for, so that the address sanitizer sees the first byte beyond it.
-static inline void run_in_exact_workspace(pass pass, rt_attn_params p, rt_parallel parallel) {
-    p.workspace_bytes = workspace_bytes(pass, &p, parallel.num_workers);
-    CHECK(p.workspace_bytes > 0 && p.workspace_bytes % 64 == 0);
-    p.workspace = aligned_alloc(64, (size_t)p.workspace_bytes);
-    if (p.workspace == NULL) exit(1);
-    memset(p.workspace, 0xff, (size_t)p.workspace_bytes); // NaN, wherever it is read before it is written
-    CHECK_STATUS(run(pass, &p, parallel), RT_OK);
-    free(p.workspace);
+static inline void run_in_exact_workspace(pass pass, attn_case c, rt_parallel parallel, int byte) {
+    c.p.workspace_bytes = workspace_bytes(pass, &c.p, parallel.num_workers);
+    CHECK(c.p.workspace_bytes > 0 && c.p.workspace_bytes % 64 == 0);
+    c.p.workspace = aligned_alloc(64, (size_t)c.p.workspace_bytes);
+    if (c.p.workspace == NULL) exit(1);
+    memset(c.p.workspace, byte, (size_t)c.p.workspace_bytes);
+    CHECK_STATUS(run(pass, &c, parallel), RT_OK);
+    free(c.p.workspace);
 }
 
-// The runs of the case in num_calls calls.
+// What call `call` of num_calls does of the case: its share of the runs.
+static inline attn_case part_of(const attn_case *c, int64_t call, int64_t num_calls) {
+    const int64_t first = c->p.num_k_runs * call / num_calls, last = c->p.num_k_runs * (call + 1) / num_calls;
+    attn_case part = *c;
+    part.p.k_runs = c->runs + first, part.p.num_k_runs = last - first;
+    part.fresh = c->fresh && call == 0;
+    if (call + 1 < num_calls) part.rounded[OUT] = NULL;
+    return part;
+}
+
 static inline void run_in_calls(pass pass, const attn_case *c, int64_t num_calls, rt_parallel parallel) {
-    for (int64_t call = 0; call < num_calls; call++) {
-        const int64_t first = c->p.num_k_runs * call / num_calls, last = c->p.num_k_runs * (call + 1) / num_calls;
-        rt_attn_params p = c->p;
-        p.k_runs = c->runs + first;
-        p.num_k_runs = last - first;
-        p.fresh = c->p.fresh && call == 0;
-        if (call + 1 < num_calls) p.rounded_out = NULL;
-        run_in_exact_workspace(pass, p, parallel);
-    }
+    for (int64_t call = 0; call < num_calls; call++)
+        run_in_exact_workspace(pass, part_of(c, call, num_calls), parallel, 0xff); // NaN, wherever it is read unwritten
 }
 
 // Numbers must be non-finite exactly where the reference's are; lse is -inf where a query attends no key.
@@ -70,8 +76,8 @@ static inline void check_array(array_name name, const attn_case *got, const attn
 
 // Fills fresh outputs with NaN. The reference keeps their old values, and is told that they are not fresh.
 static inline void poison_fresh(attn_case *c, attn_case *want, array_name first, array_name last) {
-    for (int i = (int)first; i <= (int)last && c->p.fresh; i++) fill(&c->x[i], NAN);
-    want->p.fresh = false;
+    for (int i = (int)first; i <= (int)last && c->fresh; i++) fill(&c->x[i], NAN);
+    want->fresh = false;
 }
 
 // Forward, then backward from the forward's lse, its delta, and a gradient of lse.
@@ -81,7 +87,7 @@ static inline void check_case(attn_case *c, uint64_t *state, int64_t num_calls, 
     forward_bounds(&want, u, num_calls, &bounds);
     poison_fresh(c, &want, OUT, LSE);
     run_in_calls(FORWARD, c, num_calls, parallel);
-    CHECK_STATUS(rt_attn_fwd_reference(&want.p), RT_OK);
+    CHECK_STATUS(run_reference(FORWARD, &want), RT_OK);
     check_array(OUT, c, &want, &bounds);
     check_array(LSE, c, &want, &bounds);
 
@@ -92,13 +98,13 @@ static inline void check_case(attn_case *c, uint64_t *state, int64_t num_calls, 
         set(&c->x[DELTA], b, token, head, unit, delta);
     }
     free_arrays(&want);
-    if (c->p.fresh) num_calls = 1; // the runs of one call must hold every key
-    for (int i = DK; i <= DV && c->p.fresh; i++) fill(&c->x[i], 0);
+    if (c->fresh) num_calls = 1; // the runs of one call must hold every key
+    for (int i = DK; i <= DV && c->fresh; i++) fill(&c->x[i], 0);
     want = widen(c, state);
     backward_bounds(&want, u, num_calls, &bounds);
     poison_fresh(c, &want, DK, DV);
     run_in_calls(BACKWARD, c, num_calls, parallel);
-    CHECK_STATUS(rt_attn_bwd_reference(&want.p), RT_OK);
+    CHECK_STATUS(run_reference(BACKWARD, &want), RT_OK);
     for (int i = DQ; i <= DV; i++) check_array((array_name)i, c, &want, &bounds);
     free_arrays(&want);
     free_arrays(&bounds);
@@ -116,7 +122,7 @@ static inline int64_t num_numbers(const tensor *x) { return x->size[0] * x->size
 static inline void check_rounding(pass pass, attn_case *c, int64_t num_calls,
                                   void (*run)(enum pass pass, const attn_case *c, int64_t num_calls)) {
     const int first = pass == FORWARD ? OUT : DQ, last = pass == FORWARD ? LSE : DV;
-    void *before[NUM_ARRAYS], *want[NUM_ARRAYS], *rounded[NUM_ARRAYS] = {0};
+    void *before[NUM_ARRAYS], *want[NUM_ARRAYS], **const rounded = c->rounded;
     for (int i = first; i <= last; i++) before[i] = copy_bytes(&c->x[i]);
     run(pass, c, num_calls);
     for (int i = first; i <= last; i++) {
@@ -126,8 +132,6 @@ static inline void check_rounding(pass pass, attn_case *c, int64_t num_calls,
         const size_t num_bytes = (size_t)num_numbers(&c->x[i]) * dtype_bytes(c->p.dtype);
         rounded[i] = memset(must_alloc(num_bytes), 0xff, num_bytes);
     }
-    bind(c);
-    c->p.rounded_out = rounded[OUT], c->p.rounded_dk = rounded[DK], c->p.rounded_dv = rounded[DV];
     run(pass, c, num_calls);
     for (int i = first; i <= last; i++) {
         const tensor *const x = &c->x[i];
@@ -146,17 +150,16 @@ static inline void check_rounding(pass pass, attn_case *c, int64_t num_calls,
             }
         }
     }
-    if (pass == FORWARD && c->p.fresh && num_calls == 1) { // the same bits without out
+    if (pass == FORWARD && c->fresh && num_calls == 1) { // the same bits without out
         const size_t num_bytes = (size_t)num_numbers(&c->x[OUT]) * dtype_bytes(c->p.dtype);
-        c->p.out = NULL, c->p.rounded_out = memset(must_alloc(num_bytes), 0xff, num_bytes);
-        run(pass, c, 1);
-        CHECK(memcmp(c->p.rounded_out, rounded[OUT], num_bytes) == 0);
+        attn_case without = *c;
+        without.x[OUT].data = NULL, without.rounded[OUT] = memset(must_alloc(num_bytes), 0xff, num_bytes);
+        run(pass, &without, 1);
+        CHECK(memcmp(without.rounded[OUT], rounded[OUT], num_bytes) == 0);
         CHECK(memcmp(c->x[LSE].data, want[LSE], bytes_of(&c->x[LSE])) == 0);
-        free(c->p.rounded_out);
-        bind(c);
+        free(without.rounded[OUT]);
     }
-    for (int i = first; i <= last; i++) free(want[i]), free(rounded[i]);
-    c->p.rounded_out = c->p.rounded_dk = c->p.rounded_dv = NULL;
+    for (int i = first; i <= last; i++) free(want[i]), free(rounded[i]), rounded[i] = NULL;
 }
 
 #endif // RINGTILE_TESTS_ATTN_CHECK_H

@@ -6,7 +6,7 @@
 
 // Forward and backward, one query and one key at a time. They need no workspace and run on the calling thread.
 // Arguments and errors are those of rt_attn_fwd and rt_attn_bwd.
-rt_status rt_attn_fwd_reference(const rt_attn_params *p);
-rt_status rt_attn_bwd_reference(const rt_attn_params *p);
+rt_status rt_attn_fwd_reference(const rt_attn_fwd_params *p);
+rt_status rt_attn_bwd_reference(const rt_attn_bwd_params *p);
 
 #endif // RINGTILE_TESTS_ATTN_REFERENCE_H

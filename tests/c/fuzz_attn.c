@@ -6,7 +6,8 @@ typedef enum pass { FORWARD, BACKWARD, DELTA_PASS } pass;
 
 typedef struct attn_call {
     pass pass;
-    rt_attn_params p; // of the delta, too
+    rt_attn_fwd_params forward;  // whose block and fresh are those of any pass; the delta's out, too
+    rt_attn_bwd_params backward; // the delta's dout, dlse and delta, too
     rt_run runs[RUNS];
 } attn_call;
 
@@ -29,14 +30,16 @@ enum {
 enum { NUM_STRIDED = 8, RUN_FIELDS = STRIDES + NUM_STRIDED * 3, NUM_FIELDS = RUN_FIELDS + RUNS * 4 };
 
 // Of q, k, v, dout, out, dq, dk, dv.
-static int64_t *strides_of(rt_attn_params *p, int i) {
-    int64_t *const strides[NUM_STRIDED] = {p->q_stride,   p->k_stride,  p->v_stride,  p->dout_stride,
-                                           p->out_stride, p->dq_stride, p->dk_stride, p->dv_stride};
+static int64_t *strides_of(attn_call *c, int i) {
+    rt_attn_block *p = &c->forward.block;
+    rt_attn_bwd_params *b = &c->backward;
+    int64_t *const strides[NUM_STRIDED] = {p->q_stride,           p->k_stride,  p->v_stride,  b->dout_stride,
+                                           c->forward.out_stride, b->dq_stride, b->dk_stride, b->dv_stride};
     return strides[i];
 }
 
 static int64_t *field_of(attn_call *c, int i) {
-    rt_attn_params *p = &c->p;
+    rt_attn_block *p = &c->forward.block;
     int64_t *const fields[] = {NULL,
                                &p->batch,
                                &p->num_queries,
@@ -49,7 +52,7 @@ static int64_t *field_of(attn_call *c, int i) {
                                &p->mask_batch_stride,
                                &p->key_mask_batch_stride};
     if (i < STRIDES) return fields[i];
-    if (i < RUN_FIELDS) return &strides_of(p, (i - STRIDES) / 3)[(i - STRIDES) % 3];
+    if (i < RUN_FIELDS) return &strides_of(c, (i - STRIDES) / 3)[(i - STRIDES) % 3];
     return field_of_run(&c->runs[(i - RUN_FIELDS) / 4], (i - RUN_FIELDS) % 4);
 }
 
@@ -86,7 +89,7 @@ static const found corpus[] = {
 // ---- drawing -----------------------------------------------------------------------------------------------
 
 static void draw_valid(attn_call *c, uint64_t *state) {
-    rt_attn_params *p = &c->p;
+    rt_attn_block *p = &c->forward.block;
     *c = (attn_call){.pass = (pass)random_int(state, FORWARD, DELTA_PASS)};
     p->dtype = all_dtypes[random_int(state, 0, NUM_DTYPES - 1)];
     p->batch = random_int(state, 0, 5) ? random_int(state, 1, 2) : 0;
@@ -97,7 +100,7 @@ static void draw_valid(attn_call *c, uint64_t *state) {
     p->v_head_dim = random_int(state, 0, 9) ? random_int(state, 1, 20) : random_int(state, 1, RT_MAX_HEAD_DIM);
     p->scale = random_unit(state) / sqrt((double)p->head_dim);
     p->softcap = random_int(state, 0, 2) ? 0 : 3;
-    p->fresh = random_int(state, 0, 1);
+    c->forward.fresh = random_int(state, 0, 1);
     p->lse_f64 = random_int(state, 0, 1);
     p->dropout = random_int(state, 0, 2) ? 0 : 0.5 + 0.4 * random_unit(state);
     p->seed = (uint32_t)random_bits(state), p->step = (uint32_t)random_bits(state);
@@ -109,20 +112,20 @@ static void draw_valid(attn_call *c, uint64_t *state) {
         position += c->runs[r].length * c->runs[r].stride;
         p->num_keys += c->runs[r].length;
     }
-    if (!p->fresh && random_int(state, 0, 3) == 0) p->num_keys += random_int(state, 0, 2);
+    if (!c->forward.fresh && random_int(state, 0, 3) == 0) p->num_keys += random_int(state, 0, 2);
     p->mask_batch_stride = random_int(state, 0, 1) ? p->num_queries : 0;
     p->key_mask_batch_stride = random_int(state, 0, 1) ? p->num_keys : 0;
     for (int i = 0; i < NUM_STRIDED; i++) {
         const bool of_keys = i == 1 || i == 2 || i > 5, of_values = i == 2 || i == 3 || i == 4 || i == 7;
         const int64_t sizes[] = {p->batch, of_keys ? p->num_keys : p->num_queries,
                                  of_keys ? p->num_kv_heads : p->num_heads, of_values ? p->v_head_dim : p->head_dim};
-        random_row_strides(state, 4, sizes, strides_of(p, i));
-        if (i < 4 && random_int(state, 0, 9) == 0) strides_of(p, i)[random_int(state, 0, 2)] = 0; // expanded
+        random_row_strides(state, 4, sizes, strides_of(c, i));
+        if (i < 4 && random_int(state, 0, 9) == 0) strides_of(c, i)[random_int(state, 0, 2)] = 0; // expanded
     }
 }
 
 static bool is_forbidden(const attn_call *c, bool two_sides, verdict *of_runs) {
-    const rt_attn_params *p = &c->p;
+    const rt_attn_block *p = &c->forward.block;
     if ((int)p->dtype < 0 || p->dtype > RT_F16) return true;
     if (p->num_heads < 1 || p->v_head_dim < 1 || p->v_head_dim > RT_MAX_HEAD_DIM) return true;
     if (c->pass == DELTA_PASS) return false;
@@ -135,26 +138,29 @@ static bool is_forbidden(const attn_call *c, bool two_sides, verdict *of_runs) {
     *of_runs = judge_runs(c->runs, p->num_k_runs, p->num_keys, INT64_MAX, true);
     int64_t num_keys = 0;
     for (int64_t r = 0; *of_runs == VALID && r < p->num_k_runs; r++) num_keys += c->runs[r].length;
-    return *of_runs == FORBIDDEN || (*of_runs == VALID && c->pass == BACKWARD && p->fresh && num_keys != p->num_keys);
+    return *of_runs == FORBIDDEN ||
+           (*of_runs == VALID && c->pass == BACKWARD && c->forward.fresh && num_keys != p->num_keys);
 }
 
 // ---- calling -----------------------------------------------------------------------------------------------
 
 static rt_status call_attn(void *call, const arrays *all, rt_parallel parallel) {
-    const attn_call *c = call;
-    rt_attn_params p = c->p;
-    const rt_attn_params *given = all->no_params ? NULL : &p;
-    if (c->pass == DELTA_PASS) {
-        rt_attn_delta_params delta = {p.dtype, p.batch, p.num_queries, p.num_heads, p.v_head_dim, {0}, {0}};
-        memcpy(delta.dout_stride, p.dout_stride, sizeof(delta.dout_stride));
-        memcpy(delta.out_stride, p.out_stride, sizeof(delta.out_stride));
-        return rt_attn_delta(all->no_params ? NULL : &delta, p.dout, p.out, p.lse, (void *)(uintptr_t)p.delta,
-                             parallel);
+    attn_call c = *(const attn_call *)call;
+    rt_attn_fwd_params *f = all->no_params ? NULL : &c.forward;
+    rt_attn_bwd_params *b = all->no_params ? NULL : &c.backward;
+    rt_attn_block *p = &c.forward.block;
+    if (c.pass == DELTA_PASS) {
+        rt_attn_delta_params delta = {p->dtype, p->batch, p->num_queries, p->num_heads, p->v_head_dim, {0}, {0}};
+        memcpy(delta.dout_stride, c.backward.dout_stride, sizeof(delta.dout_stride));
+        memcpy(delta.out_stride, c.forward.out_stride, sizeof(delta.out_stride));
+        return rt_attn_delta(all->no_params ? NULL : &delta, c.backward.dout, c.forward.out, c.backward.lse,
+                             (void *)(uintptr_t)c.backward.delta, parallel);
     }
-    p.workspace_bytes = c->pass == FORWARD ? rt_attn_fwd_workspace_bytes(&p, workers_of(parallel))
-                                           : rt_attn_bwd_workspace_bytes(&p, workers_of(parallel));
-    void *const workspace = p.workspace = give_workspace(&p.workspace_bytes, all);
-    const rt_status status = c->pass == FORWARD ? rt_attn_fwd(given, parallel) : rt_attn_bwd(given, parallel);
+    p->workspace_bytes = c.pass == FORWARD ? rt_attn_fwd_workspace_bytes(p, workers_of(parallel))
+                                           : rt_attn_bwd_workspace_bytes(p, workers_of(parallel));
+    void *const workspace = p->workspace = give_workspace(&p->workspace_bytes, all);
+    c.backward.block = *p, c.backward.fresh = c.forward.fresh;
+    const rt_status status = c.pass == FORWARD ? rt_attn_fwd(f, parallel) : rt_attn_bwd(b, parallel);
     free(workspace);
     return status;
 }
@@ -174,7 +180,9 @@ static void fill_places(arrays *all, int64_t first, int64_t last, uint64_t *stat
 
 static void trial(uint64_t *state, int64_t entry) {
     attn_call c;
-    rt_attn_params *p = &c.p;
+    rt_attn_fwd_params *f = &c.forward;
+    rt_attn_block *p = &f->block;
+    rt_attn_bwd_params *b = &c.backward;
     draw_valid(&c, state);
     rt_parallel parallel = {.run = random_int(state, 0, 1) ? run_in_turn : NULL,
                             .num_workers = random_int(state, 0, 3)};
@@ -182,10 +190,10 @@ static void trial(uint64_t *state, int64_t entry) {
     arrays all = no_arrays();
     verdict expected = UNKNOWN, of_runs = VALID;
     if (entry >= 0) {
-        const found *f = &corpus[entry];
-        c.pass = f->pass, parallel.run = run_in_turn, parallel.num_workers = f->num_workers;
+        const found *of = &corpus[entry];
+        c.pass = of->pass, parallel.run = run_in_turn, parallel.num_workers = of->num_workers;
         for (int i = 0; i < 4; i++)
-            if (f->set[i].field != NOTHING) *field_of(&c, f->set[i].field) = f->set[i].value;
+            if (of->set[i].field != NOTHING) *field_of(&c, of->set[i].field) = of->set[i].value;
     } else {
         int64_t *fields[NUM_FIELDS];
         double *const reals[] = {&p->scale, &p->softcap, &p->dropout};
@@ -195,17 +203,18 @@ static void trial(uint64_t *state, int64_t entry) {
     if (p->num_k_runs > existing) p->num_k_runs = existing;
     p->k_runs = c.runs;
     const bool backward = c.pass == BACKWARD, of_delta = c.pass == DELTA_PASS, two_sides = random_int(state, 0, 1);
-    const bool rounds = (!backward || p->fresh) && random_int(state, 0, 1);
+    const bool rounds = (!backward || f->fresh) && random_int(state, 0, 1);
     const rt_dtype dtype = p->dtype, sums = dtype == RT_F64 ? RT_F64 : RT_F32;
     const int64_t B = p->batch, N = p->num_queries, K = p->num_keys, H = p->num_heads, G = p->num_kv_heads;
     const int64_t q[] = {B, N, H, p->head_dim}, k[] = {B, K, G, p->head_dim}, v[] = {B, K, G, p->v_head_dim};
     const int64_t out[] = {B, N, H, p->v_head_dim}, row[] = {B, H, N}, mask[] = {B, N}, key_mask[] = {B, K};
-    if (c.pass != FORWARD) add(&all, false, dtype, &p->dout, 4, out, p->dout_stride);
-    all.optional[all.count] = c.pass == FORWARD && p->fresh && rounds; // then rounded_out is enough
-    if (!backward) add(&all, !of_delta, of_delta ? dtype : sums, &p->out, 4, out, p->out_stride);
+    if (c.pass != FORWARD) add(&all, false, dtype, &b->dout, 4, out, b->dout_stride);
+    all.optional[all.count] = c.pass == FORWARD && f->fresh && rounds; // then rounded_out is enough
+    if (!backward) add(&all, !of_delta, of_delta ? dtype : sums, &f->out, 4, out, f->out_stride);
     all.optional[all.count] = of_delta;
-    add(&all, c.pass == FORWARD, of_delta || p->lse_f64 ? RT_F64 : sums, &p->lse, 3, row, NULL); // the delta's dlse
-    if (c.pass != FORWARD) add(&all, of_delta, sums, &p->delta, 3, row, NULL);
+    const void *lse = c.pass == FORWARD ? (const void *)&f->lse : &b->lse; // the delta's dlse, too
+    add(&all, c.pass == FORWARD, of_delta || p->lse_f64 ? RT_F64 : sums, lse, 3, row, NULL);
+    if (c.pass != FORWARD) add(&all, of_delta, sums, &b->delta, 3, row, NULL);
     const int64_t first = all.count;
     if (!of_delta) {
         add(&all, false, RT_F32, &p->begin, 2, mask, &p->mask_batch_stride);
@@ -221,12 +230,12 @@ static void trial(uint64_t *state, int64_t entry) {
         add(&all, false, dtype, &p->v, 4, v, p->v_stride);
     }
     if (backward) {
-        add(&all, true, sums, &p->dq, 4, q, p->dq_stride), add(&all, true, sums, &p->dk, 4, k, p->dk_stride);
-        add(&all, true, sums, &p->dv, 4, v, p->dv_stride);
+        add(&all, true, sums, &b->dq, 4, q, b->dq_stride), add(&all, true, sums, &b->dk, 4, k, b->dk_stride);
+        add(&all, true, sums, &b->dv, 4, v, b->dv_stride);
         if (rounds)
-            add(&all, true, dtype, &p->rounded_dk, 4, k, NULL), add(&all, true, dtype, &p->rounded_dv, 4, v, NULL);
+            add(&all, true, dtype, &b->rounded_dk, 4, k, NULL), add(&all, true, dtype, &b->rounded_dv, 4, v, NULL);
     } else if (rounds && !of_delta) {
-        add_optional(&all, true, dtype, &p->rounded_out, 4, out);
+        add_optional(&all, true, dtype, &f->rounded_out, 4, out);
     }
     if (all.small_workspace && !of_delta) expected = FORBIDDEN;
     const bool forbidden = is_forbidden(&c, two_sides, &of_runs);

@@ -9,37 +9,20 @@ static void test_reference_of_two_keys_is_the_formula(void) {
     double q = 2, k[3] = {0, log(3) / 2, log(4) / 2}, v[3] = {8, 4, 1}, out = 0, lse = -INFINITY;
     const int32_t begin = 0, end = 2, all = 3;
     const rt_run runs[] = {{0, 1, 0, 2}, {2, 1, 2, 1}};
-    rt_attn_params p = {.dtype = RT_F64,
-                        .batch = 1,
-                        .num_queries = 1,
-                        .num_keys = 3,
-                        .num_heads = 1,
-                        .num_kv_heads = 1,
-                        .head_dim = 1,
-                        .v_head_dim = 1,
-                        .scale = 1,
-                        .q = &q,
-                        .k = k,
-                        .v = v,
-                        .k_stride = {3, 1, 1},
-                        .v_stride = {3, 1, 1},
-                        .begin = &begin,
-                        .end = &end,
-                        .k_runs = runs,
-                        .num_k_runs = 2,
-                        .out = &out,
-                        .lse = &lse};
-    CHECK_STATUS(rt_attn_fwd_reference(&p), RT_OK);
+    rt_attn_block b = {.dtype = RT_F64, .num_keys = 3, .num_k_runs = 2, .scale = 1, .q = &q, .k = k, .v = v};
+    b.batch = b.num_queries = b.num_heads = b.num_kv_heads = b.head_dim = b.v_head_dim = 1;
+    for (int i = 0; i < 3; i++) b.k_stride[i] = b.v_stride[i] = i == 0 ? 3 : 1;
+    b.begin = &begin, b.end = &end, b.k_runs = runs;
+    CHECK_STATUS(rt_attn_fwd_reference(&(rt_attn_fwd_params){.block = b, .out = &out, .lse = &lse}), RT_OK);
     CHECK_CLOSE(out, 5, 1e-15);
     CHECK_CLOSE(lse, log(4), 1e-15);
-    p.k_runs = runs + 1, p.num_k_runs = 1, p.end = &all;
-    CHECK_STATUS(rt_attn_fwd_reference(&p), RT_OK);
+    b.k_runs = runs + 1, b.num_k_runs = 1, b.end = &all;
+    CHECK_STATUS(rt_attn_fwd_reference(&(rt_attn_fwd_params){.block = b, .out = &out, .lse = &lse}), RT_OK);
     CHECK_CLOSE(out, 3, 1e-15);
     CHECK_CLOSE(lse, log(8), 1e-15);
     double capped_out = 0, capped_lse = -INFINITY; // tanh(log(3) / 2) = 1/2: a score of 1
-    p.k_runs = runs, p.end = &end, p.scale = 0.5, p.softcap = 2, p.out = &capped_out, p.lse = &capped_lse;
-    k[1] = log(3);
-    CHECK_STATUS(rt_attn_fwd_reference(&p), RT_OK);
+    b.k_runs = runs, b.end = &end, b.scale = 0.5, b.softcap = 2, k[1] = log(3);
+    CHECK_STATUS(rt_attn_fwd_reference(&(rt_attn_fwd_params){b, false, &capped_out, &capped_lse, {0}, NULL}), RT_OK);
     CHECK_CLOSE(capped_lse, log(1 + exp(1)), 1e-15);
     CHECK_CLOSE(capped_out, (8 + 4 * exp(1)) / (1 + exp(1)), 2e-15);
 }
@@ -49,7 +32,7 @@ static double loss_of(const attn_case *c, const tensor *dlse) {
     double loss = 0;
     FOR_EACH_ELEMENT(&c->x[OUT], b, token, head, d) set((tensor *)&c->x[OUT], b, token, head, d, 0);
     FOR_EACH_ELEMENT(&c->x[LSE], b, token, head, d) set((tensor *)&c->x[LSE], b, token, head, d, -INFINITY);
-    CHECK_STATUS(rt_attn_fwd_reference(&c->p), RT_OK);
+    CHECK_STATUS(run_reference(FORWARD, c), RT_OK);
     FOR_EACH_ELEMENT(&c->x[OUT], b, token, head, d)
     loss += get(&c->x[DOUT], b, token, head, d) * get(&c->x[OUT], b, token, head, d);
     FOR_EACH_ELEMENT(dlse, b, token, head, d) {
@@ -85,7 +68,7 @@ static void test_reference_backward_is_the_derivative_of_its_forward(void) {
             set(&c.x[DELTA], b, token, head, unit, delta);
         }
         for (int i = DQ; i <= DV; i++) fill(&c.x[i], 0);
-        CHECK_STATUS(rt_attn_bwd_reference(&c.p), RT_OK);
+        CHECK_STATUS(run_reference(BACKWARD, &c), RT_OK);
         for (int i = 0; i < 3; i++) {
             tensor *x = &c.x[Q + i];
             FOR_EACH_ELEMENT(x, b, token, head, d) {
@@ -187,8 +170,8 @@ static void test_reference_writes_fresh_outputs(void) {
     for (int pass = FORWARD; pass <= BACKWARD; pass++) {
         if (pass == FORWARD) poison_fresh(&fresh, &filled, OUT, LSE);
         if (pass == BACKWARD) poison_fresh(&fresh, &filled, DK, DV);
-        CHECK_STATUS(run_reference((enum pass)pass, &fresh.p), RT_OK);
-        CHECK_STATUS(run_reference((enum pass)pass, &filled.p), RT_OK);
+        CHECK_STATUS(run_reference((enum pass)pass, &fresh), RT_OK);
+        CHECK_STATUS(run_reference((enum pass)pass, &filled), RT_OK);
     }
     for (int i = OUT; i <= DV; i++)
         if (i != DELTA) FOR_EACH_ELEMENT(&fresh.x[i], b, token, head, d)
@@ -283,7 +266,7 @@ static void test_the_reference_drops_by_the_words_of_the_counter(void) {
         for (int64_t b = 0; b < 2; b++) set(&c.x[V], b, key, 0, 0, 1), set(&c.x[V], b, key > 0 ? key - 1 : 8, 0, 0, 0);
         fill(&c.x[OUT], 0);
         fill(&c.x[LSE], -INFINITY);
-        CHECK_STATUS(rt_attn_fwd_reference(&c.p), RT_OK);
+        CHECK_STATUS(run_reference(FORWARD, &c), RT_OK);
         FOR_EACH_ELEMENT(&c.x[OUT], b, token, head, d) {
             CHECK_CLOSE(get(&c.x[OUT], b, token, head, d), dropout_factor(&c, b, token, head, key) / 9, 1e-15);
             CHECK_CLOSE(get(&c.x[LSE], b, token, head, d), log(9), 1e-15);
@@ -297,8 +280,9 @@ static void test_no_batch_no_query_no_key_and_no_run(void) {
     const attn_shape shapes[] = {{RT_F32, 0, 5, 9, 1, 1, 4, 4, false},
                                  {RT_F32, 1, 0, 9, 1, 1, 4, 4, false},
                                  {RT_F32, 2, 5, 0, 2, 1, 4, 4, false}};
-    for (int i = 0; i < 3; i++) {
-        attn_case c = new_case(&state, shapes[i], MASK_FULL, 1);
+    for (int i = 0; i < 6; i++) {
+        attn_case c = new_case(&state, shapes[i % 3], MASK_FULL, 1);
+        if (i >= 3) make_fresh(&c, 9);
         check_case(&c, &state, 1, threads_of(2));
         free_case(&c);
     }
@@ -306,12 +290,6 @@ static void test_no_batch_no_query_no_key_and_no_run(void) {
     c.p.num_k_runs = 0;
     check_case(&c, &state, 1, no_threads());
     free_case(&c);
-    for (int i = 0; i < 3; i++) {
-        c = new_case(&state, shapes[i], MASK_FULL, 1);
-        make_fresh(&c, 9);
-        check_case(&c, &state, 1, threads_of(2));
-        free_case(&c);
-    }
 }
 
 // A run may have a stride that would overflow if it were ever taken.

@@ -125,7 +125,7 @@ static void test_an_infinite_value_of_no_weight(void) {
                     CHECK(get(&c.x[LSE], 0, 0, 0, 0) == (num_weights > 0 ? 0 : -INFINITY));
                 }
                 fill(&c.x[OUT], 0), fill(&c.x[LSE], -INFINITY);
-                CHECK_STATUS(rt_attn_fwd_reference(&c.p), RT_OK);
+                CHECK_STATUS(run_reference(FORWARD, &c), RT_OK);
                 CHECK(isnan(get(&c.x[OUT], 0, 0, 0, 0)));
                 free_case(&c);
             }
@@ -182,15 +182,14 @@ static void test_any_workers_give_the_same_bits_every_time(void) {
                 again.x[j].data = must_alloc(num_bytes);
                 memcpy(again.x[j].data, c.x[j].data, num_bytes);
             }
-            bind(&again);
             const rt_parallel parallel = repeat == 0 ? no_threads() : lent[repeat % 5];
             for (int pass = FORWARD; pass <= BACKWARD; pass++) {
-                rt_attn_params p = again.p;
-                p.workspace_bytes = workspace_bytes((enum pass)pass, &p, 7);
-                p.workspace = aligned_alloc(64, (size_t)p.workspace_bytes);
-                memset(p.workspace, 0x7f, (size_t)p.workspace_bytes); // leftovers of other calls
-                CHECK_STATUS(run((enum pass)pass, &p, parallel), RT_OK);
-                free(p.workspace);
+                rt_attn_block *p = &again.p;
+                p->workspace_bytes = workspace_bytes((enum pass)pass, p, 7);
+                p->workspace = aligned_alloc(64, (size_t)p->workspace_bytes);
+                memset(p->workspace, 0x7f, (size_t)p->workspace_bytes); // leftovers of other calls
+                CHECK_STATUS(run((enum pass)pass, &again, parallel), RT_OK);
+                free(p->workspace);
             }
             for (int j = OUT; j <= DV; j++) {
                 if (repeat == 0) {
@@ -210,20 +209,20 @@ static void test_any_workers_give_the_same_bits_every_time(void) {
 
 // ---- refusals ----------------------------------------------------------------------------------------------
 
-static void check_workspace(pass pass, const attn_case *c, rt_parallel parallel, int64_t num_workers) {
-    rt_attn_params p = c->p;
-    const int64_t num_bytes = workspace_bytes(pass, &p, num_workers);
+static void check_workspace(pass pass, attn_case c, rt_parallel parallel, int64_t num_workers) {
+    rt_attn_block *p = &c.p;
+    const int64_t num_bytes = workspace_bytes(pass, p, num_workers);
     char *workspace = aligned_alloc(64, (size_t)num_bytes + 64);
-    p.workspace = workspace, p.workspace_bytes = num_bytes;
-    CHECK_STATUS(run(pass, &p, parallel), RT_OK);
-    p.workspace_bytes = num_bytes - 1;
-    CHECK_STATUS(run(pass, &p, parallel), RT_WORKSPACE);
-    p.workspace_bytes = -1;
-    CHECK_STATUS(run(pass, &p, parallel), RT_WORKSPACE);
-    p.workspace = workspace + 32, p.workspace_bytes = num_bytes;
-    CHECK_STATUS(run(pass, &p, parallel), RT_WORKSPACE);
-    p.workspace = NULL;
-    CHECK_STATUS(run(pass, &p, parallel), RT_WORKSPACE);
+    p->workspace = workspace, p->workspace_bytes = num_bytes;
+    CHECK_STATUS(run(pass, &c, parallel), RT_OK);
+    p->workspace_bytes = num_bytes - 1;
+    CHECK_STATUS(run(pass, &c, parallel), RT_WORKSPACE);
+    p->workspace_bytes = -1;
+    CHECK_STATUS(run(pass, &c, parallel), RT_WORKSPACE);
+    p->workspace = workspace + 32, p->workspace_bytes = num_bytes;
+    CHECK_STATUS(run(pass, &c, parallel), RT_WORKSPACE);
+    p->workspace = NULL;
+    CHECK_STATUS(run(pass, &c, parallel), RT_WORKSPACE);
     free(workspace);
 }
 
@@ -231,36 +230,41 @@ static void test_workspace_has_exactly_the_size_asked_for(void) {
     uint64_t state = 12;
     attn_case c = new_case(&state, (attn_shape){RT_F32, 1, 70, 90, 2, 1, 8, 8, false}, MASK_FULL, 1);
     for (int pass = FORWARD; pass <= BACKWARD; pass++) {
-        check_workspace((enum pass)pass, &c, threads_of(3), 3);
-        check_workspace((enum pass)pass, &c, (rt_parallel){.num_workers = 3}, 1); // no run() to start them
-        check_workspace((enum pass)pass, &c, (rt_parallel){.run = run_backwards}, 1);
+        check_workspace((enum pass)pass, c, threads_of(3), 3);
+        check_workspace((enum pass)pass, c, (rt_parallel){.num_workers = 3}, 1); // no run() to start them
+        check_workspace((enum pass)pass, c, (rt_parallel){.run = run_backwards}, 1);
         CHECK(workspace_bytes((enum pass)pass, &c.p, 3) > workspace_bytes((enum pass)pass, &c.p, 1));
         CHECK_INT(workspace_bytes((enum pass)pass, &c.p, 0), 0);
-        rt_attn_params bad = c.p;
+        rt_attn_block bad = c.p;
         bad.head_dim = 0;
         CHECK_INT(workspace_bytes((enum pass)pass, &bad, 1), 0);
         bad = c.p, bad.batch = INT64_MAX;
         CHECK_INT(workspace_bytes((enum pass)pass, &bad, 1), 0);
         CHECK_INT(workspace_bytes((enum pass)pass, &c.p, INT64_MAX), 0);
-        CHECK_STATUS(run((enum pass)pass, &c.p, (rt_parallel){.run = run_backwards, .num_workers = INT64_MAX}),
+        CHECK_STATUS(run((enum pass)pass, &c, (rt_parallel){.run = run_backwards, .num_workers = INT64_MAX}),
                      RT_TOO_LARGE);
-        CHECK_STATUS(run((enum pass)pass, NULL, no_threads()), RT_BAD_POINTER);
+        CHECK_INT(workspace_bytes((enum pass)pass, NULL, 1), 0);
     }
+    CHECK_STATUS(rt_attn_fwd(NULL, no_threads()), RT_BAD_POINTER);
+    CHECK_STATUS(rt_attn_bwd(NULL, no_threads()), RT_BAD_POINTER);
     free_case(&c);
+}
+
+static rt_status over_block(pass pass, attn_case c, const rt_attn_block *block) {
+    c.p = *block;
+    return run(pass, &c, no_threads());
 }
 
 static void test_malformed_params_are_refused(void) {
     uint64_t state = 13;
     attn_case c = new_case(&state, (attn_shape){RT_F32, 2, 5, 9, 2, 2, 4, 3, true}, MASK_FULL, 1);
     const attn_case kept = widen(&c, &state);
+#define REFUSED_FORWARD(field, value, status)                                                                          \
+    CHECK_REFUSED(rt_attn_fwd_params, forward_of(&c), field, value, rt_attn_fwd(&bad, no_threads()), status)
+#define REFUSED_BACKWARD(field, value, status)                                                                         \
+    CHECK_REFUSED(rt_attn_bwd_params, backward_of(&c), field, value, rt_attn_bwd(&bad, no_threads()), status)
 #define REFUSED_BY(pass, field, value, status)                                                                         \
-    do {                                                                                                               \
-        rt_attn_params bad = c.p;                                                                                      \
-        bad.field = value;                                                                                             \
-        CHECK_STATUS(run(pass, &bad, no_threads()), status);                                                           \
-        CHECK_NAMED(status, field);                                                                                    \
-        CHECK_STATUS(run_reference(pass, &bad), status);                                                               \
-    } while (0)
+    CHECK_REFUSED(rt_attn_block, c.p, field, value, over_block(pass, c, &bad), status)
 #define REFUSED(field, value, status)                                                                                  \
     do {                                                                                                               \
         REFUSED_BY(FORWARD, field, value, status);                                                                     \
@@ -291,14 +295,15 @@ static void test_malformed_params_are_refused(void) {
     draw_dropout(&state, &c);
     REFUSED(dropout_rows, NULL, RT_BAD_POINTER);
     REFUSED(q_positions, (const int64_t *)((uintptr_t)c.q_positions + 4), RT_BAD_POINTER);
-    REFUSED_BY(FORWARD, q_positions, c.p.out, RT_SHARED_MEMORY);
+    REFUSED_BY(FORWARD, q_positions, c.x[OUT].data, RT_SHARED_MEMORY);
     c.p.dropout = 0; // and what else there is for it is not read
     REFUSED(q, NULL, RT_BAD_POINTER);
     REFUSED(k, NULL, RT_BAD_POINTER);
     REFUSED(v, NULL, RT_BAD_POINTER);
     REFUSED(begin, NULL, RT_BAD_POINTER);
     REFUSED(end, NULL, RT_BAD_POINTER);
-    REFUSED(lse, NULL, RT_BAD_POINTER);
+    REFUSED_FORWARD(lse, NULL, RT_BAD_POINTER);
+    REFUSED_BACKWARD(lse, NULL, RT_BAD_POINTER);
     REFUSED(k_runs, NULL, RT_BAD_POINTER);
     REFUSED(num_keys, 8, RT_BAD_RUN);
     REFUSED(batch, INT64_MAX, RT_TOO_LARGE);
@@ -307,36 +312,38 @@ static void test_malformed_params_are_refused(void) {
     REFUSED(mask_batch_stride, 3, RT_BAD_MASK);
     REFUSED(key_begin, c.p.begin, RT_BAD_MASK);
     REFUSED(key_end, c.p.end, RT_BAD_MASK);
-    REFUSED(q, (const char *)c.p.q + 1, RT_BAD_POINTER);
-    REFUSED_BY(FORWARD, out, c.p.lse, RT_SHARED_MEMORY);
-    REFUSED_BY(FORWARD, out, (void *)c.p.q, RT_SHARED_MEMORY);
-    REFUSED_BY(BACKWARD, dk, c.p.dv, RT_SHARED_MEMORY);
-    REFUSED_BY(BACKWARD, dq, (void *)c.p.k, RT_SHARED_MEMORY);
-    REFUSED_BY(BACKWARD, dv_stride[0], INT64_MAX, RT_TOO_LARGE);
-    REFUSED_BY(FORWARD, out, NULL, RT_BAD_POINTER);
+    REFUSED(q, (const char *)c.x[Q].data + 1, RT_BAD_POINTER);
+    REFUSED_FORWARD(out, c.x[LSE].data, RT_SHARED_MEMORY);
+    REFUSED_FORWARD(out, c.x[Q].data, RT_SHARED_MEMORY);
+    REFUSED_BACKWARD(dk, c.x[DV].data, RT_SHARED_MEMORY);
+    REFUSED_BACKWARD(dq, c.x[K].data, RT_SHARED_MEMORY);
+    REFUSED_BACKWARD(dv_stride[0], INT64_MAX, RT_TOO_LARGE);
+    REFUSED_FORWARD(out, NULL, RT_BAD_POINTER);
     c.runs[0].length--;
-    REFUSED_BY(BACKWARD, fresh, true, RT_BAD_FRESH);
+    REFUSED_BACKWARD(fresh, true, RT_BAD_FRESH);
     c.runs[0].length++;
-    REFUSED_BY(BACKWARD, rounded_dk, (void *)c.p.dout, RT_BAD_FRESH);
-    REFUSED_BY(FORWARD, rounded_out, (char *)c.p.out + 1, RT_BAD_POINTER);
-    REFUSED_BY(FORWARD, rounded_out, c.p.out, RT_SHARED_MEMORY);
-    REFUSED_BY(FORWARD, rounded_out, (void *)c.p.v, RT_SHARED_MEMORY);
-    c.p.fresh = true;
-    REFUSED_BY(BACKWARD, rounded_dv, c.p.dk, RT_BAD_FRESH);
-    c.p.rounded_dk = c.p.dv;
-    REFUSED_BY(BACKWARD, rounded_dv, c.p.dk, RT_SHARED_MEMORY);
-    c.p.fresh = false, c.p.rounded_dk = NULL;
-    REFUSED_BY(FORWARD, out_stride[1], 0, RT_BAD_STRIDE);
-    REFUSED_BY(BACKWARD, dout, NULL, RT_BAD_POINTER);
-    REFUSED_BY(BACKWARD, delta, NULL, RT_BAD_POINTER);
-    REFUSED_BY(BACKWARD, dq, NULL, RT_BAD_POINTER);
-    REFUSED_BY(BACKWARD, dk, NULL, RT_BAD_POINTER);
-    REFUSED_BY(BACKWARD, dv, NULL, RT_BAD_POINTER);
-    REFUSED_BY(BACKWARD, dq_stride[2], 0, RT_BAD_STRIDE);
-    REFUSED_BY(BACKWARD, dk_stride[1], 3, RT_BAD_STRIDE);
-    REFUSED_BY(BACKWARD, dv_stride[0], 1, RT_BAD_STRIDE);
+    REFUSED_BACKWARD(rounded_dk, c.x[DOUT].data, RT_BAD_FRESH);
+    REFUSED_FORWARD(rounded_out, (char *)c.x[OUT].data + 1, RT_BAD_POINTER);
+    REFUSED_FORWARD(rounded_out, c.x[OUT].data, RT_SHARED_MEMORY);
+    REFUSED_FORWARD(rounded_out, c.x[V].data, RT_SHARED_MEMORY);
+    c.fresh = true;
+    REFUSED_BACKWARD(rounded_dv, c.x[DK].data, RT_BAD_FRESH);
+    c.rounded[DK] = c.x[DV].data;
+    REFUSED_BACKWARD(rounded_dv, c.x[DK].data, RT_SHARED_MEMORY);
+    c.fresh = false, c.rounded[DK] = NULL;
+    REFUSED_FORWARD(out_stride[1], 0, RT_BAD_STRIDE);
+    REFUSED_BACKWARD(dout, NULL, RT_BAD_POINTER);
+    REFUSED_BACKWARD(delta, NULL, RT_BAD_POINTER);
+    REFUSED_BACKWARD(dq, NULL, RT_BAD_POINTER);
+    REFUSED_BACKWARD(dk, NULL, RT_BAD_POINTER);
+    REFUSED_BACKWARD(dv, NULL, RT_BAD_POINTER);
+    REFUSED_BACKWARD(dq_stride[2], 0, RT_BAD_STRIDE);
+    REFUSED_BACKWARD(dk_stride[1], 3, RT_BAD_STRIDE);
+    REFUSED_BACKWARD(dv_stride[0], 1, RT_BAD_STRIDE);
 #undef REFUSED
 #undef REFUSED_BY
+#undef REFUSED_BACKWARD
+#undef REFUSED_FORWARD
     for (int i = 0; i < NUM_ARRAYS; i++)
         if (i != DELTA) FOR_EACH_ELEMENT(&kept.x[i], b, token, head, d)
     CHECK(get(&c.x[i], b, token, head, d) == get(&kept.x[i], b, token, head, d));

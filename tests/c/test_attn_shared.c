@@ -41,7 +41,7 @@ static uint64_t digest(const attn_case *c) {
 }
 
 static bool shares(const attn_case *c) { // more workspace than one query tile of the same heads takes
-    rt_attn_params one = c->p;
+    rt_attn_block one = c->p;
     one.num_queries = 1;
     return rt_attn_fwd_workspace_bytes(&c->p, 1) > rt_attn_fwd_workspace_bytes(&one, 1);
 }
@@ -139,15 +139,6 @@ static void test_keys_that_nothing_attends_stay_unread(void) {
 #endif
 }
 
-// As run_in_exact_workspace, but what a workspace holds before is 0, and not NaN.
-static void run_in_zeros(pass pass, rt_attn_params p) {
-    p.workspace_bytes = workspace_bytes(pass, &p, 1);
-    p.workspace = aligned_alloc(64, (size_t)p.workspace_bytes);
-    memset(p.workspace, 0, (size_t)p.workspace_bytes);
-    CHECK_STATUS(run(pass, &p, no_threads()), RT_OK);
-    free(p.workspace);
-}
-
 // Nor do they, or what a workspace held, change a bit; and their gradients stay as they are, here -0.
 static void test_keys_that_nothing_attends_leave_no_trace(void) {
     uint64_t state = 35, want = 0;
@@ -162,7 +153,7 @@ static void test_keys_that_nothing_attends_leave_no_trace(void) {
         fill(&c.x[DQ], 0), fill(&c.x[DK], -0.0), fill(&c.x[DV], -0.0);
         for (int pass = FORWARD; pass <= BACKWARD; pass++)
             if (round == 0)
-                run_in_zeros((enum pass)pass, c.p);
+                run_in_exact_workspace((enum pass)pass, c, no_threads(), 0);
             else
                 run_in_calls((enum pass)pass, &c, 1, no_threads());
         if (round == 0) want = digest(&c);

@@ -31,6 +31,7 @@ static inline void lend_case(const attn_case *c, int64_t first_key, int64_t last
     emulator_take_back_all();
     for (int i = 0; i < NUM_ARRAYS; i++) {
         const tensor *x = &c->x[i];
+        if (x->data == NULL) continue; // out, where a forward rounds
         const int64_t bytes = (int64_t)dtype_bytes(x->dtype);
         const bool part = (i == K || i == V) && last_key - first_key < c->p.num_keys;
         const int64_t first = part ? first_key * x->stride[1] : 0;
@@ -40,11 +41,9 @@ static inline void lend_case(const attn_case *c, int64_t first_key, int64_t last
     const int64_t num_intervals = (c->p.mask_batch_stride > 0 ? c->p.batch : 1) * c->p.num_queries;
     emulator_lend(c->begin, num_intervals * (int64_t)sizeof(int32_t), false);
     emulator_lend(c->end, num_intervals * (int64_t)sizeof(int32_t), false);
-    void *const rounded[] = {c->p.rounded_out, c->p.rounded_dk, c->p.rounded_dv};
-    for (int i = 0; i < 3; i++)
-        if (rounded[i] != NULL)
-            emulator_lend(rounded[i],
-                          num_numbers(&c->x[(const int[]){OUT, DK, DV}[i]]) * (int64_t)dtype_bytes(c->p.dtype), true);
+    for (int i = 0; i < NUM_ARRAYS; i++)
+        if (c->rounded[i] != NULL)
+            emulator_lend(c->rounded[i], num_numbers(&c->x[i]) * (int64_t)dtype_bytes(c->p.dtype), true);
     const int64_t num_key_intervals = (c->p.key_mask_batch_stride > 0 ? c->p.batch : 1) * c->p.num_keys;
     if (c->key_begin != NULL) {
         emulator_lend(c->key_begin, num_key_intervals * (int64_t)sizeof(int32_t), false);
@@ -64,7 +63,7 @@ static inline double rounding_of(rt_dtype dtype, double x) {
 
 // Adds the errors of rounding weights and of tanh to the bounds of out and lse.
 static inline void add_forward_rounding(const attn_case *c, rt_dtype dtype, attn_case *bounds) {
-    const rt_attn_params *p = &c->p;
+    const rt_attn_block *p = &c->p;
     int64_t *rows = must_alloc((size_t)p->num_keys * sizeof(*rows));
     double *weights = must_alloc((size_t)p->num_keys * sizeof(*weights));
     for (int64_t b = 0; b < p->batch; b++)
@@ -93,24 +92,30 @@ static inline void add_forward_rounding(const attn_case *c, rt_dtype dtype, attn
     free(rows);
 }
 
-// Splits the runs of the case over num_calls calls, each with a workspace of the exact size.
+static inline rt_status call_cuda(pass pass, const attn_case *c) {
+    const rt_attn_fwd_params forward = forward_of(c);
+    const rt_attn_bwd_params backward = backward_of(c);
+    return pass == FORWARD ? rt_cuda_attn_fwd(&forward, NULL) : rt_cuda_attn_bwd(&backward, NULL);
+}
+
+// In a workspace of the exact size, which it returns.
+static inline void *run_in_workspace(pass pass, attn_case c) {
+    rt_attn_fwd_params forward = forward_of(&c);
+    rt_attn_bwd_params backward = backward_of(&c);
+    rt_attn_block *p = pass == FORWARD ? &forward.block : &backward.block;
+    p->workspace_bytes =
+        pass == FORWARD ? rt_cuda_attn_fwd_workspace_bytes(&forward) : rt_cuda_attn_bwd_workspace_bytes(&backward);
+    p->workspace = aligned_alloc(64, (size_t)(p->workspace_bytes + 63) / 64 * 64);
+    lend_case(&c, 0, p->num_keys);
+    emulator_lend(p->workspace, p->workspace_bytes, true);
+    emulator_count_banks(is_16_bit(p->dtype)); // the kernels for f32 have conflicts
+    CHECK_STATUS(pass == FORWARD ? rt_cuda_attn_fwd(&forward, NULL) : rt_cuda_attn_bwd(&backward, NULL), RT_OK);
+    return p->workspace;
+}
+
+// Splits the runs of the case over num_calls calls.
 static inline void run_on_emulator(pass pass, const attn_case *c, int64_t num_calls) {
-    for (int64_t call = 0; call < num_calls; call++) {
-        const int64_t first = c->p.num_k_runs * call / num_calls, last = c->p.num_k_runs * (call + 1) / num_calls;
-        rt_attn_params p = c->p;
-        p.k_runs = c->runs + first;
-        p.num_k_runs = last - first;
-        p.fresh = c->p.fresh && call == 0;
-        if (call + 1 < num_calls) p.rounded_out = NULL;
-        p.workspace_bytes =
-            pass == BACKWARD ? rt_cuda_attn_bwd_workspace_bytes(&p) : rt_cuda_attn_fwd_workspace_bytes(&p);
-        p.workspace = aligned_alloc(64, (size_t)(p.workspace_bytes + 63) / 64 * 64);
-        lend_case(c, 0, p.num_keys);
-        emulator_lend(p.workspace, p.workspace_bytes, true);
-        emulator_count_banks(is_16_bit(p.dtype)); // the kernels for f32 have conflicts
-        CHECK_STATUS(pass == BACKWARD ? rt_cuda_attn_bwd(&p, NULL) : rt_cuda_attn_fwd(&p, NULL), RT_OK);
-        free(p.workspace);
-    }
+    for (int64_t call = 0; call < num_calls; call++) free(run_in_workspace(pass, part_of(c, call, num_calls)));
 }
 
 // out holds nothing valid before a row has attended a key: it must not be read.
@@ -138,12 +143,12 @@ static inline void check_forward(attn_case *c, uint64_t *state, int64_t num_call
     poison_empty_rows(c);
     poison_fresh(c, &want, OUT, LSE);
     run_on_emulator(FORWARD, c, num_calls);
-    CHECK_STATUS(rt_attn_fwd_reference(&want.p), RT_OK);
+    CHECK_STATUS(run_reference(FORWARD, &want), RT_OK);
     FOR_EACH_ELEMENT(&c->x[OUT], b, token, head,
                      d) // rows that attend no key keep the poison, or become 0 if fresh
     if (get(&want.x[LSE], b, token, head, 0) == -INFINITY) {
         const double x = get(&c->x[OUT], b, token, head, d);
-        CHECK(c->p.fresh ? x == 0 : isnan(x));
+        CHECK(c->fresh ? x == 0 : isnan(x));
         set(&c->x[OUT], b, token, head, d, get(&want.x[OUT], b, token, head, d));
     }
     check_array(OUT, c, &want, &bounds);
@@ -154,7 +159,7 @@ static inline void check_forward(attn_case *c, uint64_t *state, int64_t num_call
 
 // Adds the errors of rounding P and dS and of tanh to the bounds of dq, dk and dv.
 static inline void add_backward_rounding(const attn_case *c, rt_dtype dtype, attn_case *bounds) {
-    const rt_attn_params *p = &c->p;
+    const rt_attn_block *p = &c->p;
     int64_t *rows = must_alloc((size_t)p->num_keys * sizeof(*rows));
     for (int64_t b = 0; b < p->batch; b++)
         for (int64_t token = 0; token < p->num_queries; token++) {
@@ -216,12 +221,12 @@ static inline void run_backward_in_any_order(const attn_case *c, uint32_t seed, 
 
 // Takes lse and delta from the forward, and a random gradient of lse.
 static inline void check_backward(attn_case *c, uint64_t *state, int64_t num_calls) {
-    if (c->p.fresh) num_calls = 1; // one call must see every key
-    for (int i = DK; i <= DV && c->p.fresh; i++) fill(&c->x[i], 0);
+    if (c->fresh) num_calls = 1; // one call must see every key
+    for (int i = DK; i <= DV && c->fresh; i++) fill(&c->x[i], 0);
     attn_case want = widen(c, state);
     fill(&want.x[OUT], 0);
     fill(&want.x[LSE], -INFINITY);
-    CHECK_STATUS(rt_attn_fwd_reference(&want.p), RT_OK);
+    CHECK_STATUS(run_reference(FORWARD, &want), RT_OK);
     FOR_EACH_ELEMENT(&c->x[LSE], b, token, head, unit) {
         double delta = random_unit(state);
         for (int64_t d = 0; d < c->p.v_head_dim; d++)
@@ -239,7 +244,7 @@ static inline void check_backward(attn_case *c, uint64_t *state, int64_t num_cal
         run_backward_in_any_order(c, (uint32_t)*state, num_calls);
     else
         run_on_emulator(BACKWARD, c, num_calls);
-    CHECK_STATUS(rt_attn_bwd_reference(&want.p), RT_OK);
+    CHECK_STATUS(run_reference(BACKWARD, &want), RT_OK);
     for (int i = DQ; i <= DV; i++) check_array((array_name)i, c, &want, &bounds);
     free_arrays(&want);
     free_arrays(&bounds);
@@ -313,7 +318,7 @@ static inline void check_that_heads_in_sections_agree(void) {
         x->data = sparse;
         x->num_elements += 128 * x->stride[1]; // a bulk copy may bring a tile behind the last run
     }
-    c.p.k = c.x[K].data, c.p.v = c.x[V].data;
+    bind(&c);
     check_forward(&c, &state, 1);
     free_case(&c);
 }
@@ -354,7 +359,6 @@ static inline attn_case draw_case(uint64_t *state, const case_range *range, int 
         c.x[LSE] = new_row_numbers(RT_F64, shape.batch, shape.num_queries, c.p.num_heads);
         fill(&c.x[LSE], -INFINITY);
         c.p.lse_f64 = true;
-        bind(&c);
     }
     return c;
 }
@@ -375,7 +379,7 @@ static inline void draw_subtree(uint64_t *state, int64_t begin, int64_t end, int
 // The mask of several trees, and of tokens that attend nothing: a query attends its ancestors, and of its own node what
 // comes before it (causal) or all of it. Queries are every stride-th token.
 static inline void draw_trees(uint64_t *state, attn_case *c, int64_t seq_len, bool causal) {
-    rt_attn_params *p = &c->p;
+    rt_attn_block *p = &c->p;
     tree_place *of = must_alloc((size_t)seq_len * sizeof(*of));
     const int64_t padding = random_int(state, 0, seq_len / 8);
     for (int64_t begin = 0, end; begin < seq_len - padding; begin = end) {
@@ -531,7 +535,7 @@ static inline void check_that_unattended_tiles_stay_unread_by(int num_sides, pas
     c.p.workspace = workspace, c.p.workspace_bytes = sizeof(workspace);
     lend_case(&c, FIRST, LAST);
     emulator_lend(workspace, sizeof(workspace), true);
-    CHECK_STATUS(pass == BACKWARD ? rt_cuda_attn_bwd(&c.p, NULL) : rt_cuda_attn_fwd(&c.p, NULL), RT_OK);
+    CHECK_STATUS(call_cuda(pass, &c), RT_OK);
     free_case(&c);
 }
 static inline void check_that_unattended_tiles_stay_unread(pass pass, rt_dtype dtype) {
@@ -546,7 +550,7 @@ static inline void check_that_a_weight_of_0_silences(rt_dtype dtype) {
     const attn_shape shape = {dtype, 1, N, N, 1, 1, DIM, DIM, true};
     uint64_t state = 8;
     attn_case c = new_aligned_case(&state, shape, MASK_EMPTY);
-    c.p.mask_batch_stride = 0, c.p.fresh = false;
+    c.p.mask_batch_stride = 0, c.fresh = false;
     for (int32_t i = 0; i < N; i++) c.begin[i] = 0, c.end[i] = i == N - 1 ? N : N - 1;
     fill(&c.x[LSE], 5);
     for (int i = DELTA; i <= DV; i++) fill(&c.x[i], 0);

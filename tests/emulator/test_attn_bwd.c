@@ -14,7 +14,7 @@ static void test_random_problems_agree_with_the_reference(void) {
 static void test_missing_workspace_is_refused(void) {
     uint64_t state = 3;
     attn_case c = new_case(&state, (attn_shape){RT_BF16, 1, 5, 9, 1, 1, 8, 8, false}, MASK_FULL, 1);
-    CHECK_STATUS(rt_cuda_attn_bwd(&c.p, NULL), RT_WORKSPACE);
+    CHECK_STATUS(call_cuda(BACKWARD, &c), RT_WORKSPACE);
     free_case(&c);
 }
 
@@ -27,12 +27,7 @@ static int64_t words_read(int32_t num_documents) {
     for (int32_t i = 0; i < n; i++) c.begin[i] = i / DOCUMENT * DOCUMENT, c.end[i] = c.begin[i] + DOCUMENT;
     fill(&c.x[LSE], 5);
     fill(&c.x[DELTA], 0);
-    c.p.workspace_bytes = rt_cuda_attn_bwd_workspace_bytes(&c.p);
-    char *const workspace = aligned_alloc(64, (size_t)(c.p.workspace_bytes + 63) / 64 * 64);
-    c.p.workspace = workspace;
-    lend_case(&c, 0, n);
-    emulator_lend(workspace, c.p.workspace_bytes, true);
-    CHECK_STATUS(rt_cuda_attn_bwd(&c.p, NULL), RT_OK);
+    void *const workspace = run_in_workspace(BACKWARD, c);
     const int64_t words = emulator_reads(workspace);
     free(workspace);
     free_case(&c);

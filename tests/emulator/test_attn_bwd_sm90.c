@@ -56,7 +56,7 @@ static void test_empty_problems_are_accepted(void) {
     uint64_t state = 7;
     attn_case c = new_case(&state, (attn_shape){RT_BF16, 2, 70, 140, 2, 1, 64, 64, false}, MASK_CAUSAL, 1);
     c.p.num_queries = 0;
-    CHECK_STATUS(rt_cuda_attn_bwd(&c.p, NULL), RT_OK);
+    CHECK_STATUS(call_cuda(BACKWARD, &c), RT_OK);
     free_case(&c);
 }
 

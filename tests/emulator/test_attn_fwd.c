@@ -7,7 +7,7 @@ static void test_random_problems_agree_with_the_reference(void) {
     for (int round = 0; round < NUM_ROUNDS; round++) {
         if (!is_in_this_run(&everything, round)) continue;
         attn_case c = draw_case(&state, &everything, round);
-        if (round % 3 == 1 && !c.p.fresh) {
+        if (round % 3 == 1 && !c.fresh) {
             fill_random(&c.x[OUT], &state, 1);
             fill_random(&c.x[LSE], &state, 4);
         }
@@ -30,7 +30,7 @@ static void test_stores_for_f32_conflict_once(void) {
     const int64_t before = emulator_bank_conflicts("attn_plain.cu");
     emulator_count_banks(true);
     lend_case(&c, 0, 16);
-    CHECK_STATUS(rt_cuda_attn_fwd(&c.p, NULL), RT_OK);
+    CHECK_STATUS(call_cuda(FORWARD, &c), RT_OK);
     CHECK_INT(emulator_bank_conflicts("attn_plain.cu") - before, (3 * 16 * 32 + 16 * 16) / 32);
     free_case(&c);
 }

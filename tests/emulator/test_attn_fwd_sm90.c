@@ -10,7 +10,7 @@ static void test_random_problems_agree_with_the_reference(void) {
     for (int round = 0; round < NUM_FWD_SM90_DIMS * NUM_MASKS; round++) {
         if (!is_in_this_run(&mapped, round)) continue;
         attn_case c = draw_case(&state, &mapped, round);
-        if (round % 3 == 1 && !c.p.fresh) {
+        if (round % 3 == 1 && !c.fresh) {
             fill_random(&c.x[OUT], &state, 1);
             fill_random(&c.x[LSE], &state, 4);
         }
@@ -44,7 +44,7 @@ static void test_64_runs_are_one_launch(void) {
     const int64_t before = emulator_ctas();
     check_forward(&c, &state, 1);
     CHECK_INT(emulator_ctas() - before, 2);
-    c.p.fresh = true; // and without an out, what the first launch leaves to the second is in the workspace
+    c.fresh = true; // and without an out, what the first launch leaves to the second is in the workspace
     check_rounding(FORWARD, &c, 1, run_on_emulator);
     free_case(&c);
 }
@@ -69,16 +69,16 @@ static void test_rows_that_cannot_be_mapped_agree_too(void) {
 static void test_empty_problems_are_accepted(void) {
     uint64_t state = 7;
     attn_case c = new_case(&state, (attn_shape){RT_BF16, 2, 70, 140, 2, 1, 64, 64, false}, MASK_CAUSAL, 1);
-    rt_attn_params no_queries = c.p, no_batch = c.p;
-    no_queries.num_queries = no_batch.batch = 0;
-    CHECK_STATUS(rt_cuda_attn_fwd(&no_queries, NULL), RT_OK);
-    CHECK_STATUS(rt_cuda_attn_fwd(&no_batch, NULL), RT_OK);
+    attn_case no_queries = c, no_batch = c;
+    no_queries.p.num_queries = no_batch.p.batch = 0;
+    CHECK_STATUS(call_cuda(FORWARD, &no_queries), RT_OK);
+    CHECK_STATUS(call_cuda(FORWARD, &no_batch), RT_OK);
     free_case(&c);
 }
 
 static rt_status forward_with_isa(const attn_case *c, const char *isa) {
     setenv("RINGTILE_CUDA_ISA", isa, 1);
-    return rt_cuda_attn_fwd(&c->p, NULL);
+    return call_cuda(FORWARD, c);
 }
 
 static void test_environment_chooses_the_kernels(void) {

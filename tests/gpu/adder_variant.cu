@@ -12,27 +12,27 @@ struct call {
 
 extern "C" int backward(const call *c, void *stream) {
     const rt_run run = {0, 1, 0, c->seq_len};
-    rt_attn_params p = {};
-    p.dtype = RT_BF16;
-    p.batch = 1;
-    p.num_queries = p.num_keys = c->seq_len;
-    p.num_heads = c->num_heads;
-    p.num_kv_heads = c->num_kv_heads;
-    p.head_dim = p.v_head_dim = c->head_dim;
-    p.scale = c->scale;
-    p.q = c->q, p.k = c->k, p.v = c->v, p.dout = c->dout;
-    p.lse = (void *)c->lse, p.lse_f64 = true, p.delta = c->delta;
-    p.begin = c->begin, p.end = c->end;
-    p.k_runs = &run, p.num_k_runs = 1;
+    rt_attn_bwd_params p = {};
+    rt_attn_block &b = p.block;
+    b.dtype = RT_BF16, b.lse_f64 = true;
+    b.batch = 1;
+    b.num_queries = b.num_keys = c->seq_len;
+    b.num_heads = c->num_heads, b.num_kv_heads = c->num_kv_heads;
+    b.head_dim = b.v_head_dim = c->head_dim;
+    b.scale = c->scale;
+    b.q = c->q, b.k = c->k, b.v = c->v;
+    b.begin = c->begin, b.end = c->end;
+    b.k_runs = &run, b.num_k_runs = 1;
+    b.workspace = c->workspace, b.workspace_bytes = c->workspace_bytes;
     p.fresh = true;
+    p.lse = c->lse, p.dout = c->dout, p.delta = c->delta;
     p.dq = c->dq, p.dk = c->dk, p.dv = c->dv;
     const int64_t of_queries[3] = {c->seq_len * c->num_heads * c->head_dim, c->num_heads * c->head_dim, c->head_dim};
     const int64_t of_keys[3] = {c->seq_len * c->num_kv_heads * c->head_dim, c->num_kv_heads * c->head_dim, c->head_dim};
     for (int i = 0; i < 3; i++) {
-        p.q_stride[i] = p.dout_stride[i] = p.dq_stride[i] = of_queries[i];
-        p.k_stride[i] = p.v_stride[i] = p.dk_stride[i] = p.dv_stride[i] = of_keys[i];
+        b.q_stride[i] = p.dout_stride[i] = p.dq_stride[i] = of_queries[i];
+        b.k_stride[i] = b.v_stride[i] = p.dk_stride[i] = p.dv_stride[i] = of_keys[i];
     }
-    p.workspace = c->workspace, p.workspace_bytes = c->workspace_bytes;
-    if (backward_workspace_bytes(p) > p.workspace_bytes) return RT_WORKSPACE;
+    if (backward_workspace_bytes(b) > b.workspace_bytes) return RT_WORKSPACE;
     return c->head_dim == 128 ? attn_bwd_sm90<bf16, 128>(p, stream) : attn_bwd_sm90<bf16, 64>(p, stream);
 }

@@ -1,4 +1,4 @@
 #include "../fwd.cuh"
 
-template rt_status attn_fwd<bf16, 256, 256>(const rt_attn_params &, void *);
-template rt_status attn_fwd<f16, 256, 256>(const rt_attn_params &, void *);
+template rt_status attn_fwd<bf16, 256, 256>(const rt_attn_fwd_params &, void *);
+template rt_status attn_fwd<f16, 256, 256>(const rt_attn_fwd_params &, void *);

@@ -1,4 +1,4 @@
 #include "../fwd_sm90.cuh"
 
-template rt_status attn_fwd_sm90<bf16, 128, 128>(const rt_attn_params &, void *);
-template rt_status attn_fwd_sm90<f16, 128, 128>(const rt_attn_params &, void *);
+template rt_status attn_fwd_sm90<bf16, 128, 128>(const rt_attn_fwd_params &, void *);
+template rt_status attn_fwd_sm90<f16, 128, 128>(const rt_attn_fwd_params &, void *);
