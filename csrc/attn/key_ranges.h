@@ -174,8 +174,9 @@ typedef struct attn_span {
 static int64_t find_spans(const key_ranges *ranges, const query_tile *queries, int64_t panel, int64_t begin,
                           int64_t end, int64_t block, attn_span spans[MAX_SPANS]) {
     int64_t count = 0;
-    for (int64_t key = begin, next = end; key < end; key = next, next = end) {
+    for (int64_t key = begin, next; key < end; key = next) {
         int64_t first = PANEL_VECS, last = -1;
+        next = end;
         for (int64_t j = 0; j < PANEL_VECS; j++) {
             const int64_t vec_begin = max64(ranges->vec_begin[panel][j], begin);
             const int64_t vec_end = min64(ranges->vec_end[panel][j], end);

@@ -86,14 +86,15 @@ static void copy_row(char *to, int64_t to_step, const char *from, int64_t from_s
 // Numbers of a power of 2 bytes are aligned to them, as the check demands.
 static void add_row(char *to, int64_t to_step, const char *from, int64_t from_step, int64_t num_elements,
                     int64_t element_bytes) {
-    if (element_bytes == sizeof(double))
+    if (element_bytes == sizeof(double)) {
         for (int64_t i = 0; i < num_elements; i++)
             *(double *)(to + i * to_step) += *(const double *)(from + i * from_step);
-    else if (to_step == sizeof(float) && from_step == sizeof(float))
+    } else if (to_step == sizeof(float) && from_step == sizeof(float)) {
         for (int64_t i = 0; i < num_elements; i++) ((float *)to)[i] += ((const float *)from)[i];
-    else
+    } else {
         for (int64_t i = 0; i < num_elements; i++)
             *(float *)(to + i * to_step) += *(const float *)(from + i * from_step);
+    }
 }
 
 // Copies, or adds, the elements first .. last - 1, counted in the order of the loops.
