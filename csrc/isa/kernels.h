@@ -19,12 +19,11 @@ typedef struct rt_kernels {
     void (*cross_entropy)(const rt_cross_entropy_params *p, void *logits, const int64_t *labels, void *loss, void *lse,
                           int64_t first, int64_t last);
     // One of attn_num_tasks(p) tasks of rt_attn_fwd or rt_attn_bwd. workspace: this worker's scratch, of
-    // attn_*_scratch_bytes(p). progress (attn_num_tasks): zeros before the first task; orders the tasks
+    // attn_scratch_bytes. progress (attn_num_tasks): zeros before the first task; orders the tasks
     // (attn/backward.inc). shared: what the tasks share, of attn_shared_bytes(p, backward), which attn_open_shared has
     // opened for the call; NULL if that is 0 (attn/packed_keys.h).
     int64_t (*attn_num_tasks)(const rt_attn_block *p);
-    int64_t (*attn_forward_scratch_bytes)(const rt_attn_block *p);
-    int64_t (*attn_backward_scratch_bytes)(const rt_attn_block *p);
+    int64_t (*attn_scratch_bytes)(const rt_attn_block *p, bool backward);
     int64_t (*attn_shared_bytes)(const rt_attn_block *p, bool backward);
     void (*attn_open_shared)(const rt_attn_block *p, bool backward, char *shared);
     void (*attn_forward)(const rt_attn_fwd_params *p, int64_t task, char *shared, char *workspace);
