@@ -18,6 +18,19 @@ static void test_every_head_dim_has_its_pairs(void) {
     }
 }
 
+// Blocks of keys that several panels of queries attend, so that with tiles vectors work on one panel while tiles
+// multiply for its neighbours: 200 rows are four panels, and 190 keys a whole block and a part of one.
+static void test_panels_take_turns(void) {
+    uint64_t state = 17;
+    for (int round = 0; round < 6; round++) {
+        const attn_shape shape = {RT_BF16, 1, 100, 190, 2, 1, 24, 40, round % 2};
+        attn_case c = new_case(&state, shape, round < 3 ? MASK_FULL : (mask_kind)(round % NUM_MASKS), 1);
+        c.p.softcap = round == 1 ? 3 : 0;
+        check_case(&c, &state, 1, no_threads());
+        free_case(&c);
+    }
+}
+
 // Whether or not a kernel flushes a subnormal number, its part of a sum of normal numbers is below 2^-126.
 static void test_subnormals_among_normal_numbers(void) {
     uint64_t state = 15;
@@ -53,6 +66,7 @@ static void test_a_subnormal_is_zero_in_a_pair(void) {
 int main(void) {
     check_isa_or_skip();
     test_every_head_dim_has_its_pairs();
+    test_panels_take_turns();
     test_subnormals_among_normal_numbers();
     test_a_subnormal_is_zero_in_a_pair();
     return check_finish();
