@@ -24,5 +24,6 @@
 #include "ringtile/glu.h"           // gated MLP
 #include "ringtile/recurrence.h"    // recurrences and their convolution
 #include "ringtile/sequence.h"      // runs, layouts, shard and unshard, plan, digest
+#include "ringtile/weight_grad.h"   // of a linear layer
 
 #endif // RINGTILE_H

@@ -1,5 +1,5 @@
-// The one matrix product of the attention kernels, made of register tiles of GEMM_ROWS rows by PANEL_VECS vectors.
-// Every operand is packed, so neither the caller's dtypes nor its strides appear here.
+// The one matrix product of attention and of weight gradients, made of register tiles of GEMM_ROWS rows by PANEL_VECS
+// vectors. Every operand is packed, so neither the caller's dtypes nor its strides appear here.
 #ifndef RINGTILE_ATTN_GEMM_H
 #define RINGTILE_ATTN_GEMM_H
 

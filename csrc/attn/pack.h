@@ -23,16 +23,18 @@ static inline attn_input input_dout(const rt_attn_bwd_params *p) {
 // The words in which k q^T and v dout^T, the products of two inputs, read them: pairs of bf16 as they are where the CPU
 // multiplies such pairs, else numbers widened to the math type. Such products take subnormal inputs as 0 and flush
 // subnormal sums to 0, in any floating-point mode: an input x below 2^-126 times y is an error of |x y| in the sum.
-static inline word_kind input_kind(const rt_attn_block *p) {
+static inline word_kind kind_of(rt_dtype dtype) {
 #if defined(RT_TILES)
-    if (p->dtype == RT_BF16) return TILE_PAIRS;
+    if (dtype == RT_BF16) return TILE_PAIRS;
 #elif defined(RT_BF16_PAIRS)
-    if (p->dtype == RT_BF16) return BF16_PAIRS;
+    if (dtype == RT_BF16) return BF16_PAIRS;
 #else
-    (void)p;
+    (void)dtype;
 #endif
     return REALS;
 }
+
+static inline word_kind input_kind(const rt_attn_block *p) { return kind_of(p->dtype); }
 
 // Numbers of scratch that tiles alone take.
 static inline int64_t for_tiles(const rt_attn_block *p, int64_t n) { return input_kind(p) == TILE_PAIRS ? n : 0; }

@@ -1,4 +1,4 @@
-// AVX-512 with AMX, which multiplies tiles of bf16 pairs. Attention in bf16 uses it.
+// AVX-512 with AMX, which multiplies tiles of bf16 pairs. Attention and weight gradients in bf16 use it.
 #include "avx512.h"
 #ifdef RT_HAS_AMX
 RT_AVX512(",avx512bf16,amx-tile,amx-bf16")

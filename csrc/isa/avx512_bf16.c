@@ -1,4 +1,5 @@
-// AVX-512 with vdpbf16ps, the dot product of bf16 pairs. Attention uses it where both operands are bf16.
+// AVX-512 with vdpbf16ps, the dot product of bf16 pairs. Attention and weight gradients use it where both
+// operands are bf16.
 #if defined(__x86_64__)
 #include "avx512.h"
 RT_AVX512(",avx512bf16")

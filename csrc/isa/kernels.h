@@ -12,6 +12,9 @@ typedef struct rt_glu_arrays {
     void *dgate, *dup, *prod;
 } rt_glu_arrays;
 
+// Of a block of rt_weight_grad_add's sum: whole register tiles, and whole squares of matrix tiles.
+enum { RT_GRAD_ROWS = 96 };
+
 typedef struct rt_kernels {
     // Rows [first, last) of rt_glu_fwd or rt_glu_bwd.
     void (*glu)(const rt_glu_params *p, const rt_glu_arrays *arrays, int64_t first, int64_t last);
@@ -36,6 +39,13 @@ typedef struct rt_kernels {
                        void *delta, int64_t first, int64_t last);
     // Rows [first, last) of rt_attn_merge's part, counted over all its batches.
     void (*attn_merge)(const rt_attn_merge_params *p, int64_t first, int64_t last);
+    // rt_weight_grad_add: packs columns [first, last) of x into what the tasks share, of weight_grad_shared_bytes; then
+    // adds to columns [first_col, last_col) of RT_GRAD_ROWS rows of the sum. workspace: this worker's scratch.
+    int64_t (*weight_grad_shared_bytes)(const rt_weight_grad_params *p);
+    int64_t (*weight_grad_scratch_bytes)(const rt_weight_grad_params *p);
+    void (*weight_grad_pack)(const rt_weight_grad_params *p, int64_t first, int64_t last, char *shared);
+    void (*weight_grad_add)(const rt_weight_grad_params *p, int64_t first_row, int64_t first_col, int64_t last_col,
+                            const char *shared, char *workspace);
     // Of head head, batch batch of rt_scan_fwd or rt_scan_bwd. workspace: this worker's scratch, of scan_scratch_bytes.
     int64_t (*scan_scratch_bytes)(const rt_scan_params *p, bool backward);
     void (*scan_forward)(const rt_scan_params *p, const rt_chunks *chunks, int64_t batch, int64_t head,

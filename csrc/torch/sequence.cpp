@@ -1,5 +1,5 @@
-// The schemas of all ops, the ops that only the CPU has (layouts, plans and the instruction set), and the numbers of
-// the C core that Python asks for.
+// The schemas of all ops, the ops that only the CPU has (layouts, plans, weight gradients and the instruction set), and
+// the numbers of the C core that Python asks for.
 #include <Python.h> // first, as its documentation asks
 
 #include "../../cuda/ringtile_cuda.h"
@@ -222,6 +222,25 @@ Tensor digest(const Tensor &begin, const Tensor &end, const Tensor &layout) {
     return result;
 }
 
+// ---- weight gradients --------------------------------------------------------------------------
+
+void weight_grad_add_(const Tensor &dout, const Tensor &x, Tensor sum) {
+    const Op op("weight_grad_add_");
+    rt_weight_grad_params p = {};
+    const ScalarType dtype = op.arg("dout", dout).dim(2).scalar_type();
+    p.dtype = dtype_of(dout, op.name);
+    p.num_tokens = dout.size(0), p.num_outputs = dout.size(1), p.num_inputs = op.arg("x", x).dim(2).x.size(1);
+    int64_t stride[3][1];
+    p.dout = op.rows("dout", dout, dtype, {p.num_tokens, p.num_outputs}, stride[0]), p.dout_stride = stride[0][0];
+    p.x = op.rows("x", x, dtype, {p.num_tokens, p.num_inputs}, stride[1]), p.x_stride = stride[1][0];
+    p.sum = op.rows("sum", sum, state_dtype(p.dtype), {p.num_outputs, p.num_inputs}, stride[2]);
+    p.sum_stride = stride[2][0];
+    p.workspace_bytes = rt_weight_grad_workspace_bytes(&p, torch_threads().num_workers);
+    const Tensor workspace = on_host({p.workspace_bytes}, ScalarType::Byte);
+    p.workspace = workspace.data_ptr();
+    check(rt_weight_grad_add(&p, torch_threads()), op.name);
+}
+
 // ---- instruction set ---------------------------------------------------------------------------
 
 int64_t cpu_isa() {
@@ -264,6 +283,7 @@ STABLE_TORCH_LIBRARY(ringtile, m) {
     m.def("glu_bwd_(Tensor(a!) gate, Tensor(b!) up, Tensor(c!) dprod, int kind) -> ()");
     m.def("cross_entropy_fwd_bwd_(Tensor(a!) logits, Tensor labels, Tensor(b!) loss, Tensor(c!) lse, "
           "int ignore_index, float label_smoothing, float softcap, float z_loss, bool want_grad) -> ()");
+    m.def("weight_grad_add_(Tensor dout, Tensor x, Tensor(a!) sum) -> ()");
     m.def("scan(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor? dt, Tensor? D, "
           "Tensor seq_idx, Tensor? initial_state, float scale, bool keep) -> (Tensor, Tensor, Tensor)");
     m.def("scan_backward(Tensor dout, Tensor? dfinal_state, Tensor q, Tensor k, Tensor v, Tensor g, "
@@ -290,6 +310,7 @@ STABLE_TORCH_LIBRARY_IMPL(ringtile, CPU, m) {
     m.impl("pieces", TORCH_BOX(&pieces));
     m.impl("mask_hulls", TORCH_BOX(&mask_hulls));
     m.impl("digest", TORCH_BOX(&digest));
+    m.impl("weight_grad_add_", TORCH_BOX(&weight_grad_add_));
 }
 
 // It has no tensor argument to dispatch on.

@@ -225,7 +225,7 @@ def _register_fake(name: str, result: Callable[..., Any] | None = None, host: in
 
 for _name, _host in (("attn_fwd_", 5), ("attn_bwd_", 5), *((f"rows_{each}_", 1) for each in ("pack", "unpack", "add"))):
     _register_fake(_name, host=_host)
-for _name in ("glu_bwd_", "attn_merge_", "cross_entropy_fwd_bwd_", "layout_check"):
+for _name in ("glu_bwd_", "attn_merge_", "cross_entropy_fwd_bwd_", "layout_check", "weight_grad_add_"):
     _register_fake(_name)
 
 # ---- attention: one block of keys ---------------------------------------------------------------
@@ -438,3 +438,11 @@ def cross_entropy_fwd_bwd_(
     """
     given = logits, labels, loss, lse, ignore_index, label_smoothing, softcap, z_loss, want_grad
     _call("loss", "cross_entropy_fwd_bwd_", "logits", *given)
+
+
+def weight_grad_add_(dout: Tensor, x: Tensor, total: Tensor) -> None:
+    """total += dout^T x on a CPU: dout (T, F) and x (T, E), of one dtype, total (F, E) of state_dtype; any row strides.
+
+    Products are summed in state_dtype. Those of two bfloat16 are exact, but subnormal numbers may count as 0.
+    """
+    _call("weight gradient", "weight_grad_add_", "dout", dout, x, total)

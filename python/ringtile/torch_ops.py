@@ -283,3 +283,12 @@ def _halves(factor: int, x: Tensor) -> tuple[Tensor, Tensor]:
     low, high = factor * (x & 0xFFFF), factor * (x >> 16)
     high += low >> 16
     return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
+
+
+@torch.no_grad()
+def weight_grad_add_(dout: Tensor, x: Tensor, total: Tensor) -> None:
+    _check("weight_grad_add_", "dout", dout, 2)
+    _check_one("weight_grad_add_", "x", x, (dout.size(0), *x.shape[1:2]), dout.dtype, dout.device)
+    _check_one("weight_grad_add_", "sum", total, (dout.size(1), x.size(1)), _state(dout), dout.device)
+    _check_written("weight_grad_add_", total)
+    total.addmm_(dout.t().to(total.dtype), x.to(total.dtype))

@@ -112,6 +112,7 @@ OPCHECK_CASES = {
     "cross_entropy_fwd_bwd_": lambda: (
         torch.randn(3, 5), torch.tensor([0, 4, -100]), torch.zeros(3), torch.zeros(3), -100, 0.1, 0.0, 0.0, True,
     ),
+    "weight_grad_add_": lambda: (torch.randn(3, 5).bfloat16(), torch.randn(3, 4).bfloat16(), torch.randn(5, 4)),
     "scan": lambda: (*scan_arguments(), 0.5, True),
     "scan_backward": lambda: (
         torch.randn(B, 66, H, Dv), torch.randn(B, H, D, Dv), *scan_arguments(), torch.randn(B, H, 1, D, Dv), 0.5,

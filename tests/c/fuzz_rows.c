@@ -1,4 +1,4 @@
-// The functions on rows of a matrix: the gated MLP and cross entropy.
+// The functions on rows of a matrix: the gated MLP, cross entropy and the weight gradient.
 #include "fuzz.h"
 
 // ---- gated MLP ---------------------------------------------------------------------------------------------
@@ -119,15 +119,50 @@ static void try_loss(uint64_t *state, int64_t entry) {
     try_call(state, "rt_cross_entropy_fwd_bwd", &all, &c, call_loss, expected, parallel);
 }
 
+// ---- weight gradient ---------------------------------------------------------------------------------------
+
+static rt_status call_weight_grad(void *call, const arrays *all, rt_parallel parallel) {
+    rt_weight_grad_params p = *(const rt_weight_grad_params *)call;
+    p.workspace_bytes = rt_weight_grad_workspace_bytes(&p, workers_of(parallel));
+    void *const workspace = p.workspace = give_workspace(&p.workspace_bytes, all);
+    const rt_status status = rt_weight_grad_add(all->no_params ? NULL : &p, parallel);
+    free(workspace);
+    return status;
+}
+
+static void try_weight_grad(uint64_t *state) {
+    rt_weight_grad_params p = {.dtype = all_dtypes[random_int(state, 0, 3)],
+                               .num_tokens = random_int(state, 0, 40),
+                               .num_outputs = random_int(state, 0, 20),
+                               .num_inputs = random_int(state, 0, random_int(state, 0, 9) ? 40 : 400)};
+    p.dout_stride = p.num_outputs + random_int(state, 0, 3), p.x_stride = p.num_inputs + random_int(state, 0, 3);
+    p.sum_stride = p.num_inputs + random_int(state, 0, 3);
+    int64_t *const fields[] = {&p.num_tokens,  &p.num_outputs, &p.num_inputs,
+                               &p.dout_stride, &p.x_stride,    &p.sum_stride};
+    rt_parallel parallel = {.run = run_in_turn, .num_workers = random_int(state, 1, 3)};
+    arrays all = no_arrays();
+    verdict expected = spoil(state, &all, &p.dtype, fields, 6, NULL, 0, &parallel);
+    const int64_t of_dout[] = {p.num_tokens, p.num_outputs}, of_x[] = {p.num_tokens, p.num_inputs},
+                  of_sum[] = {p.num_outputs, p.num_inputs};
+    add(&all, false, p.dtype, &p.dout, 2, of_dout, &p.dout_stride);
+    add(&all, false, p.dtype, &p.x, 2, of_x, &p.x_stride);
+    add(&all, true, p.dtype == RT_F64 ? RT_F64 : RT_F32, &p.sum, 2, of_sum, &p.sum_stride);
+    const bool adds = p.num_tokens > 0 && p.num_outputs > 0 && p.num_inputs > 0;
+    if (make(&all, state, all.small_workspace && adds, &expected))
+        try_call(state, "rt_weight_grad_add", &all, &p, call_weight_grad, expected, parallel);
+}
+
 static void trial(uint64_t *state, int64_t entry) {
     if (entry >= GLU_CORPUS)
         try_loss(state, entry - GLU_CORPUS);
     else if (entry >= 0)
         try_glu(state, entry);
-    else if (trial_number % 2)
+    else if (trial_number % 3 == 0)
+        try_weight_grad(state);
+    else if (trial_number % 3 == 1)
         try_glu(state, -1);
     else
         try_loss(state, -1);
 }
 
-int main(int argc, char **argv) { return fuzz_main(argc, argv, 6000, GLU_CORPUS + LOSS_CORPUS, trial); }
+int main(int argc, char **argv) { return fuzz_main(argc, argv, 9000, GLU_CORPUS + LOSS_CORPUS, trial); }

@@ -28,7 +28,7 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 # Measured: gloo holds one more copy of the whole buffer while these run, NCCL none.
 _COPIED_BY_GLOO = (torch.ops.c10d._allgather_base_, torch.ops.c10d._reduce_scatter_base_)
 _PRODUCTS = {  # matrix products, and the position of their first factor among the arguments
-    **dict.fromkeys((_aten.mm, _aten.bmm, _aten._grouped_mm), 0),
+    **dict.fromkeys((_aten.mm, _aten.bmm, _aten._grouped_mm, torch.ops.ringtile.weight_grad_add_), 0),
     **dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm, _aten.baddbmm_), 1),
 }
 _MEMO = Memo()  # of all plans of this process

@@ -262,9 +262,9 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
     float32 for half precision on a CPU without instructions for it: torch's own products are at least 5 times slower.
     """
-    if device_type(device) != "cpu" or dtype == ops.state_dtype(dtype):
+    if device_type(device) != "cpu" or dtype == ops.state_dtype(dtype) or sums_16_bit_products(device, dtype):
         return dtype
-    return dtype if dtype == torch.bfloat16 and ops.cpu_isa() in ("avx512_bf16", "amx_bf16") else torch.float32
+    return torch.float32
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ class Job:
         num_columns = max(1, weight.size(0)) if product == self.dtype else WIDENED_CLASSES
         # As autograd does, with its error. To keep dlogits whole would cost a second product, and help the classes of
         # labels alone: the others' p was moved by more when the logits were rounded. float16 would lose p below 6e-5.
-        round_dlogits = product == torch.bfloat16 and sums_16_bit_products(hidden.device)
+        round_dlogits = product == torch.bfloat16 and sums_16_bit_products(hidden.device, product)
         with torch.autocast(hidden.device.type, enabled=False):
             for tile in self._tiles():
                 rows, labels = self.rows[tile], self.labels[tile]
@@ -363,11 +363,9 @@ class Job:
                     continue
                 if round_dlogits or dhidden is not None:
                     products.copy_(logits)  # their gradient now
-                if round_dlogits:
-                    add_linear_grads_(weight_sum, None, products, x)
-                    add_linear_grads_(None, bias_sum, logits, x)
-                else:
-                    self._add_weight_grads_(weight_sum, bias_sum, logits, x, labels)
+                if weight_sum is not None:
+                    self._add_weight_grad_(weight_sum, logits, products if round_dlogits else logits, x, labels)
+                add_linear_grads_(None, bias_sum, logits, x)
                 if dhidden is not None:
                     dx = torch.zeros_like(x)
                     for columns in tiles(weight.size(0), num_columns):
@@ -378,23 +376,25 @@ class Job:
             self.vocab_parallel.sum_(of_hidden)
         return outputs, [of_hidden, weight_sum, bias_sum]
 
-    def _add_weight_grads_(
-        self, weight_sum: Tensor | None, bias_sum: Tensor | None, dlogits: Tensor, x: Tensor, labels: Tensor
+    def _add_weight_grad_(
+        self, weight_sum: Tensor, dlogits: Tensor, factors: Tensor, x: Tensor, labels: Tensor
     ) -> None:
-        """`add_linear_grads_`, with the labels' terms (p - 1, large) added after those of all other classes (p, small).
+        """`add_linear_grads_` of factors, which are dlogits or their roundings; on a CPU, the labels' terms (p - 1,
+        large) are not rounded, and added after those of all other classes (p, small).
 
         In a single sum, each small term would be rounded to the size of the large ones. Only on a CPU: a GPU's
         index_add_ has no fixed order, so results would differ from run to run.
         """
-        if weight_sum is None or self.vocab_parallel is not None or device_type(x.device) != "cpu":
-            return add_linear_grads_(weight_sum, bias_sum, dlogits, x)
-        rows = torch.arange(labels.numel(), device="cpu")
-        label_dlogits = dlogits[rows, labels]
-        dlogits[rows, labels] = 0
-        add_linear_grads_(weight_sum, None, dlogits, x)
-        weight_sum.index_add_(0, labels, label_dlogits[:, None] * x.to(weight_sum.dtype))
-        dlogits[rows, labels] = label_dlogits
-        add_linear_grads_(None, bias_sum, dlogits, x)
+        if device_type(x.device) != "cpu":
+            return add_linear_grads_(weight_sum, None, factors, x)
+        own = torch.arange(labels.numel(), device="cpu"), labels
+        if self.vocab_parallel is not None:
+            own = self.vocab_parallel.own(labels, factors.size(1))
+        of_labels, kept = dlogits[own], factors[own]
+        factors[own] = 0
+        add_linear_grads_(weight_sum, None, factors, x)
+        weight_sum.index_add_(0, own[1], of_labels[:, None] * x[own[0]].to(weight_sum.dtype))
+        factors[own] = kept
 
     def outputs_of_tile_(self, logits: Tensor, labels: Tensor, factors: Tensor | None, want_grad: bool) -> Tensor:
         """Return the outputs of a tile (t, *outputs). If want_grad, its logits (t, v) are replaced by the gradient of

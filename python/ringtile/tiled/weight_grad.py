@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
+from ringtile import ops
 from ringtile.ops import state_dtype
 from ringtile.tiled.tiles import device_type, tiles
 
 PRODUCT_BYTES = 64 * 2**20  # of a product that is then added to a sum
+MIN_KERNEL_TOKENS = 32  # with fewer, to read and write the sum takes as long as torch's product, and is all that counts
 
 
 def new_grad_sums(weights: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
@@ -32,9 +34,11 @@ def round_grad_sums(sums: Sequence[Tensor | None], inputs: Sequence[Tensor | Non
     return [None if total is None or x is None else total.to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
 
 
-def sums_16_bit_products(device: torch.device) -> bool:
-    """Return whether 16-bit matrices are multiplied there with sums, and a result, of float32: by CUDA's tensor
-    cores."""
+def sums_16_bit_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether matrices of a 16-bit dtype are multiplied there with sums, and a result, of float32: by CUDA's
+    tensor cores, and by a CPU's instructions for bfloat16."""
+    if device_type(device) == "cpu":
+        return dtype == torch.bfloat16 and ops.cpu_isa() in ("avx512_bf16", "amx_bf16")
     return device_type(device) == "cuda"
 
 
@@ -73,8 +77,13 @@ def add_linear_grads_(weight_sum: Tensor | None, bias_sum: Tensor | None, dout: 
     """
     if weight_sum is not None:
         narrow = dout.dtype == x.dtype in (torch.bfloat16, torch.float16) and weight_sum.dtype == torch.float32
-        if narrow and sums_16_bit_products(x.device):
-            if _adds_in_place(x):
+        on_cpu = device_type(x.device) == "cpu"  # whose kernel takes rows
+        by_kernel = not on_cpu or (x.size(0) >= MIN_KERNEL_TOKENS and weight_sum.stride(1) == 1)
+        if narrow and by_kernel and sums_16_bit_products(x.device, x.dtype):
+            if on_cpu:
+                dout, x = (each if each.stride(1) == 1 else each.contiguous() for each in (dout, x))
+                ops.weight_grad_add_(dout, x, weight_sum)
+            elif _adds_in_place(x):
                 torch.addmm(weight_sum, dout.t(), x, out_dtype=torch.float32, out=weight_sum)
             else:
                 num_rows = max(1, PRODUCT_BYTES // max(1, 4 * x.size(1)))
