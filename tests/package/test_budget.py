@@ -32,7 +32,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "tests/bench": (4, 679),
     "tests/attn": (24, 5164),
     "tests/c": (34, 7649),
-    "tests/campaigns": (20, 4207),
+    "tests/campaigns": (20, 4235),
     "tests/cli": (12, 2230),
     "tests/emulator": (26, 4628),
     "tests/gpu": (16, 2248),
