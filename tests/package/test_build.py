@@ -318,8 +318,8 @@ def test_binary_is_hardened_and_links_no_cuda_library(name: str) -> None:
 
 @pytest.mark.nvcc
 def test_cuda_binary_registers_every_kernel() -> None:
-    """The CUDA half has every kernel of the CPU half, but for masks and plans, which are the host's, and recurrences,
-    for which ringtile uses torch there.
+    """The CUDA half has every kernel of the CPU half, but for masks and plans, which are the host's, and recurrences
+    and weight gradients, for which ringtile uses torch there.
 
     It is loaded lazily, so no symbol is looked up.
     """
@@ -335,7 +335,7 @@ print(sorted(name for name in names if has(name, "CPU") and not has(name, "CUDA"
     recurrences = ["causal_conv1d", "scan", "selective_scan"]
     recurrences += [f"{name}_backward" for name in recurrences]
     of_plans = ["balance", "layout_check", "mask_hulls", "pieces", "plan_counts", "plan_rank", "run_positions"]
-    on_cpu_only = sorted(["digest", *of_plans, *recurrences])
+    on_cpu_only = sorted(["digest", "weight_grad_add_", *of_plans, *recurrences])
     assert done.stdout.strip() == str([f"ringtile::{name}" for name in on_cpu_only])
 
 
