@@ -44,6 +44,14 @@ static inline int64_t rt_lay_out(void *workspace, int num, const int64_t *sizes,
     return num_bytes;
 }
 
+// *num_bytes = what all workers share + num_workers scratches.    RT_TOO_LARGE: more than any array may have
+static inline rt_status rt_workspace_fits(int64_t shared, int64_t scratch, int64_t num_workers, int64_t *num_bytes) {
+    if (!rt_multiply_fits(&scratch, num_workers) || scratch > RT_MAX_BYTES - shared)
+        return rt_wrong(RT_TOO_LARGE, "num_workers");
+    *num_bytes = shared + scratch;
+    return RT_OK;
+}
+
 // The number in [0, most] next to x.
 static inline int64_t rt_clamp(int64_t x, int64_t most) { return x < 0 ? 0 : x > most ? most : x; }
 

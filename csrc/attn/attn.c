@@ -25,11 +25,7 @@ static rt_status lay_out(const rt_attn_block *p, bool backward, int64_t num_work
     if (backward) j->progress_bytes = rt_round_up_64(j->num_tasks * (int64_t)sizeof(*j->progress));
     j->shared_bytes = rt_round_up_64(j->kernels->attn_shared_bytes(p, backward));
     j->scratch_bytes = rt_round_up_64(j->kernels->attn_scratch_bytes(p, backward));
-    *num_bytes = j->scratch_bytes;
-    if (!rt_multiply_fits(num_bytes, num_workers) || *num_bytes > RT_MAX_BYTES - j->progress_bytes - j->shared_bytes)
-        return rt_wrong(RT_TOO_LARGE, "num_workers");
-    *num_bytes += j->progress_bytes + j->shared_bytes;
-    return RT_OK;
+    return rt_workspace_fits(j->progress_bytes + j->shared_bytes, j->scratch_bytes, num_workers, num_bytes);
 }
 
 static int64_t workspace_bytes(const rt_attn_block *p, bool backward, int64_t num_workers) {

@@ -44,11 +44,7 @@ static rt_status lay_out(const rt_weight_grad_params *p, int64_t num_workers, gr
     if (status != RT_OK) return status;
     j->shared_bytes = rt_round_up_64(j->kernels->weight_grad_shared_bytes(p));
     j->scratch_bytes = rt_round_up_64(j->kernels->weight_grad_scratch_bytes(p));
-    *num_bytes = j->scratch_bytes;
-    if (!rt_multiply_fits(num_bytes, num_workers) || *num_bytes > RT_MAX_BYTES - j->shared_bytes)
-        return rt_wrong(RT_TOO_LARGE, "num_workers");
-    *num_bytes += j->shared_bytes;
-    return RT_OK;
+    return rt_workspace_fits(j->shared_bytes, j->scratch_bytes, num_workers, num_bytes);
 }
 
 int64_t rt_weight_grad_workspace_bytes(const rt_weight_grad_params *p, int64_t num_workers) {

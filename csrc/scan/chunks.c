@@ -21,11 +21,7 @@ rt_status rt_scan_space_of(int64_t batch, int64_t num_tokens, int64_t seq_idx_ba
         return rt_wrong(RT_TOO_LARGE, "batch, num_heads, num_tokens, head_dim and v_head_dim");
     const int64_t before = space->rows.num_bytes + rt_round_up_64(num_turns * (int64_t)sizeof(_Atomic int64_t));
     space->num_turns = num_turns, space->scratch_bytes = rt_round_up_64(scratch_bytes);
-    int64_t scratch = space->scratch_bytes;
-    if (!rt_multiply_fits(&scratch, num_workers) || scratch > RT_MAX_BYTES - before)
-        return rt_wrong(RT_TOO_LARGE, "num_workers");
-    space->num_bytes = before + scratch;
-    return RT_OK;
+    return rt_workspace_fits(before, space->scratch_bytes, num_workers, &space->num_bytes);
 }
 
 static void find_chunks(const int32_t *seq_idx, int64_t num_tokens, rt_chunks *c) {
