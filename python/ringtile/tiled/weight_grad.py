@@ -77,20 +77,19 @@ def add_linear_grads_(weight_sum: Tensor | None, bias_sum: Tensor | None, dout: 
     """
     if weight_sum is not None:
         narrow = dout.dtype == x.dtype in (torch.bfloat16, torch.float16) and weight_sum.dtype == torch.float32
+        narrow = narrow and sums_16_bit_products(x.device, x.dtype)
         on_cpu = device_type(x.device) == "cpu"  # whose kernel takes rows
-        by_kernel = not on_cpu or (x.size(0) >= MIN_KERNEL_TOKENS and weight_sum.stride(1) == 1)
-        if narrow and by_kernel and sums_16_bit_products(x.device, x.dtype):
-            if on_cpu:
-                dout, x = (each if each.stride(1) == 1 else each.contiguous() for each in (dout, x))
-                ops.weight_grad_add_(dout, x, weight_sum)
-            elif _adds_in_place(x):
-                torch.addmm(weight_sum, dout.t(), x, out_dtype=torch.float32, out=weight_sum)
-            else:
-                num_rows = max(1, PRODUCT_BYTES // max(1, 4 * x.size(1)))
-                for rows in tiles(dout.size(1), num_rows):
-                    weight_sum[rows].add_(torch.mm(dout[:, rows].t(), x, out_dtype=torch.float32))  # += would copy them
-        else:
+        if not narrow or (on_cpu and (x.size(0) < MIN_KERNEL_TOKENS or weight_sum.stride(1) != 1)):
             weight_sum.addmm_(dout.t().to(weight_sum.dtype), x.to(weight_sum.dtype))
+        elif on_cpu:
+            dout, x = (each if each.stride(1) == 1 else each.contiguous() for each in (dout, x))
+            ops.weight_grad_add_(dout, x, weight_sum)
+        elif _adds_in_place(x):
+            torch.addmm(weight_sum, dout.t(), x, out_dtype=torch.float32, out=weight_sum)
+        else:
+            num_rows = max(1, PRODUCT_BYTES // max(1, 4 * x.size(1)))
+            for rows in tiles(dout.size(1), num_rows):
+                weight_sum[rows].add_(torch.mm(dout[:, rows].t(), x, out_dtype=torch.float32))  # += would copy them
     if bias_sum is not None:
         bias_sum += dout.sum(0, dtype=bias_sum.dtype)
 
