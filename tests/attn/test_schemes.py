@@ -78,7 +78,7 @@ def test_op_takes_a_scheme() -> None:
 
 def test_gradients_of_a_kv_head_of_two_ranks_are_added_before_they_are_rounded() -> None:
     """Equal queries whose dout are d, d / 1024, -d / 2 and -d / 2: half an ulp, in bfloat16, of what a rank adds up is
-    more than the sum. On one rank it is rounded once too; sums in float32 lose 2^-18 of a rank's."""
+    more than the sum. Each is rounded once: an ulp, 2^-7. Float32 loses 2^-18 of a rank's part, 2^10 times the sum."""
     p, scales = problem(1, SEQ_LEN, 4, 1, dtype=torch.bfloat16), torch.tensor([1, 2.0**-10, -0.5, -0.5]).bfloat16()
     q, dout = p.q[:, :, :1].expand_as(p.q).contiguous(), p.dout[:, :, :1] * scales[:, None]
     p = p._replace(q=q, dout=dout, dlse=torch.zeros_like(p.dlse))
