@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SUFFIXES = {".py", ".c", ".h", ".inc", ".cpp", ".cu", ".cuh"}
 CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folders
     "benchmarks": (15, 2519),
-    "csrc": (83, 9578),
+    "csrc": (83, 9574),
     "cuda": (45, 4685),
     "python/ringtile": (13, 1875),
     "python/ringtile/attn": (11, 2229),
@@ -24,7 +24,7 @@ CEILINGS = {  # files, lines; `python/ringtile` and `tests` without their folder
     "python/ringtile/recurrent": (14, 2340),
     "python/ringtile/sequence": (8, 2002),
     "python/ringtile/stream": (3, 894),
-    "python/ringtile/tiled": (11, 2142),
+    "python/ringtile/tiled": (11, 2141),
     "python/ringtile/torch_context_parallel": (12, 2094),
     "python/ringtile/transport": (9, 2136),
     "tools": (33, 4371),
